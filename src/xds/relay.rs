@@ -404,6 +404,7 @@ impl<'a> Relay<'a> {
             let istiod = &self.config.istiod;
             istiod.record_failure(&stream.connection, false, &problem);
         }
+        self.state.restart();
         self.queue = self.resendable.take().unwrap_or_default();
         let istiod_answers = Box::pin(self.until_istiod_answers());
         self.phase = Phase::ServingLastKnownGood(Replay::start(cache.clone()), istiod_answers);

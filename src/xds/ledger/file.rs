@@ -19,7 +19,7 @@ use super::store::{BLOCK, Store, StoredBlock, decompress};
 use super::{DIRECTORY, FILE, TYPES};
 use crate::files::directory::Directory;
 use crate::files::regular_file::if_exists;
-use crate::xds::wire::{NameDigest, Walker};
+use crate::xds::wire::{NameDigest, ResourceField, Walker};
 
 const MAGIC: &[u8] = b"istio-agent configuration 1\n";
 
@@ -263,7 +263,7 @@ fn parse_block(chunk: &[u8]) -> io::Result<StoredBlock> {
         })
     };
     parsed()
-        .filter(|block| block.length as usize <= BLOCK)
+        .filter(|block| block.length as usize <= BLOCK && block.used.is_sorted())
         .ok_or_else(|| io::Error::other("a block is malformed"))
 }
 
@@ -272,17 +272,25 @@ fn add(store: &mut Store, blocks: Vec<StoredBlock>) -> io::Result<()> {
     let Some(first) = blocks.first() else {
         return Ok(());
     };
-    let length = blocks.iter().map(|block| u64::from(block.length)).sum();
+    let length: u64 = blocks.iter().map(|block| u64::from(block.length)).sum();
     let (mut walker, mut fields) = (Walker::finder(length), Vec::new());
     for block in &blocks {
         let bytes = decompress(&block.data, block.length)?;
-        let walked = walker.find(&bytes, |field| fields.push(field));
+        let is_used = |start| {
+            u16::try_from(start).is_ok_and(|start| first.used.binary_search(&start).is_ok())
+        };
+        let walked = walker.find(&bytes, |field| {
+            if is_used(field.range.start) {
+                fields.push(field);
+            }
+        });
         walked.map_err(io::Error::other)?;
     }
     walker.finish().map_err(io::Error::other)?;
-    fields.retain(|field| {
-        u16::try_from(field.range.start).is_ok_and(|start| first.used.contains(&start))
-    });
+    let is_whole = |field: &ResourceField| field.range == (0..length) && length <= u32::MAX.into();
+    if blocks.len() > 1 && !fields.iter().all(is_whole) {
+        return Err(io::Error::other("a long field is malformed"));
+    }
     let named = |(name, range, is_removed): (NameDigest, Range<u64>, bool)| {
         (name, (!is_removed).then_some(range))
     };

@@ -123,7 +123,8 @@ impl FieldReader {
             } else {
                 append(state, self.type_of, None, &bytes[(start - begin) as usize..end])
             };
-            self.fields.push(Field { name: field.name, place, is_removed: field.is_removed });
+            let (name, is_removed) = (field.name, field.is_removed);
+            self.fields.push(Field { name, place, is_removed, response: 0 });
         }
         let start = self.walker.field_start();
         let long = self.take_long(state, start);
@@ -154,8 +155,8 @@ impl FieldReader {
         None
     }
 
-    /// Hands over a complete response.
-    fn complete(self, state: &mut State, pid: i32, received: &Received) {
+    /// Hands over a complete response. Returns false if configuration has become too large.
+    fn complete(self, state: &mut State, pid: i32, received: &Received) -> bool {
         state.release(self.long.map(|(_, long)| Store::end(long)));
         let response = Response {
             nonce: received.nonce.clone(),
@@ -163,7 +164,7 @@ impl FieldReader {
             fields: self.fields,
             ..Response::default()
         };
-        state.complete(pid, self.type_of, response);
+        state.complete(pid, self.type_of, response)
     }
 
     /// Ends the use of all fields.
@@ -210,6 +211,9 @@ impl Recorder {
     fn state(&self) -> Option<(MutexGuard<'_, State>, i32)> {
         let cache = self.cache.as_ref().filter(|_| self.is_recording)?;
         let mut state = cache.ledger.0.state.lock();
+        if !state.is_on {
+            return None;
+        }
         let is_current = !self.has_begun || state.view(cache.pid).stream == Some(self.stream);
         is_current.then_some((state, cache.pid))
     }
@@ -383,7 +387,7 @@ impl Recorder {
             state.fail_streams();
             drop(state);
             self.cache.iter().for_each(|cache| cache.ledger.0.failures.inc());
-            return;
+            return self.notify();
         }
         drop(state);
         self.passing = Some(passing);
@@ -398,7 +402,11 @@ impl Recorder {
             return self.drop_response(passing);
         };
         state.view(pid).is_receiving = false;
-        passing.reader.complete(&mut state, pid, received);
+        let fits = passing.reader.complete(&mut state, pid, received);
+        drop(state);
+        if !fits {
+            self.notify();
+        }
     }
 
     /// Ends the use of the fields of a response that has not passed completely, or whose stream is no longer recorded.
@@ -428,10 +436,12 @@ impl Recorder {
             // The interceptor has decoded the message.
             return reader.drop_fields(&mut state);
         }
-        reader.complete(&mut state, pid, received);
-        if is_all {
+        let fits = reader.complete(&mut state, pid, received);
+        if is_all && fits {
             state.answer(pid, type_of, &received.nonce, None);
-            drop(state);
+        }
+        drop(state);
+        if is_all || !fits {
             self.notify();
         }
     }

@@ -210,38 +210,45 @@ impl State {
 
     /// Takes the first request of a type on a stream, with the resources that Envoy has.
     pub(super) fn begin_type(&mut self, pid: i32, type_of: Type, initial: HashSet<NameDigest>) {
-        let lacks = initial.iter().any(|name| !self.store.has(type_of, *name));
-        let view = self.view(pid);
-        view.is_incomplete |= lacks;
-        let it = view.of(type_of);
-        (it.is_subscribed, it.awaits_first) = (true, true);
+        let lacks = |name: &&NameDigest| !self.store.has(type_of, **name);
+        let lacking = initial.iter().filter(lacks).copied().collect();
+        let it = self.view(pid).of(type_of);
+        (it.subscribed, it.awaits_first) = (Some(Instant::now()), true);
+        it.lacking = lacking;
+        // istiod does not say that it has removed a resource that Envoy does not name.
+        it.rejected.retain(|name, _| initial.contains(name));
         it.accepted = initial;
     }
 
     /// Adds a complete response. Returns false if configuration has become too large.
     pub(super) fn complete(&mut self, pid: i32, type_of: Type, response: Response) -> bool {
-        self.current = unix_now();
         let view = self.view(pid);
-        view.is_live = true;
+        view.note_response();
         let replaced = view.of(type_of).complete(response);
-        self.release(replaced);
-        self.enforce_limit()
+        self.release(replaced.iter().map(|field| field.place));
+        // Until Envoy has answered, both versions of what has changed need memory.
+        self.enforce_limit(self.max_bytes.saturating_mul(2))
     }
 
     /// Applies Envoy's ACK of a response, or its NACK with the reason.
     pub(super) fn answer(&mut self, pid: i32, type_of: Type, nonce: &str, rejection: Option<&str>) {
         let find = |fields: &[Field]| {
-            let names = fields.iter().map(|field| field.name).collect();
-            rejection.map(|reason| rejected(reason, &names))
+            rejection.map(|reason| rejected(reason, &fields.iter().map(|it| it.name).collect()))
         };
+        let reason = rejection.map(|it| Arc::<str>::from(shortened(it)));
         let it = self.view(pid).of(type_of);
         let first = it.unanswered.front().and_then(|it| find(&it.fields));
         let rejects = |field: &Field| first.as_ref().is_some_and(|it| it.contains(&field.name));
         let (response, unused) = it.take_answered(nonce, rejects);
-        self.release(unused);
+        if let Some(reason) = reason.as_ref().filter(|_| response.is_none()) {
+            unused
+                .iter()
+                .filter(|it| !it.is_removed)
+                .for_each(|field| it.reject(field.name, reason));
+        }
+        self.release(unused.iter().map(|field| field.place));
         if let Some(response) = response {
-            let rejected = find(&response.fields);
-            let rejected = rejected.zip(rejection.map(|it| Arc::from(shortened(it))));
+            let rejected = find(&response.fields).zip(reason);
             self.apply(pid, type_of, response, rejected);
         }
         self.end_after_nack(pid, type_of);
@@ -264,6 +271,11 @@ impl State {
         } else if let Ok(names) = rejected::names(&self.store.pieces(lacking)) {
             self.rejected.insert(type_of, names);
         }
+        // An Envoy that drains after a hot restart may answer late.
+        let generation = self.view(pid).generation;
+        let is_superseded = self.views.values_mut().any(|view| {
+            view.is_live && view.generation > generation && view.of(type_of).has_answered
+        });
         for field in &response.fields {
             let it = self.view(pid).of(type_of);
             if let Some((rejected, reason)) = &rejected
@@ -276,7 +288,9 @@ impl State {
                 continue;
             }
             it.accept(field);
-            if field.is_removed {
+            if is_superseded {
+                self.release([field.place]);
+            } else if field.is_removed {
                 self.store.remove(type_of, field.name, field.place);
             } else {
                 self.store.set(type_of, field.name, field.place);
@@ -289,7 +303,7 @@ impl State {
         it.asks_envoy |= matches!(rejected, Some((Rejected::Unknown, _)));
         if matches!(rejected, Some((Rejected::All | Rejected::Unknown, _))) {
             it.awaits_first |= response.is_first;
-        } else {
+        } else if !is_superseded {
             self.types.entry(type_of).or_default().version = response.version;
             if response.is_first && !keeps_others {
                 let has = |name: &NameDigest| {
@@ -312,10 +326,10 @@ impl State {
         if view.stream != Some(stream) {
             return;
         }
-        let was_live = view.is_live;
+        let was_current = view.is_current();
         let dropped = view.end();
         self.release(dropped);
-        if was_live {
+        if was_current {
             self.current = unix_now();
             self.mark_dirty();
         }
@@ -496,8 +510,8 @@ impl State {
     }
 
     /// Drops everything if it needs more memory than configured, until the next stream. Returns false then.
-    fn enforce_limit(&mut self) -> bool {
-        if self.store.memory() as u64 <= self.max_bytes {
+    fn enforce_limit(&mut self, limit: u64) -> bool {
+        if self.store.memory() as u64 <= limit {
             return true;
         }
         if !std::mem::replace(&mut self.has_said_too_large, true) {
@@ -544,7 +558,7 @@ impl State {
     /// never has a mix that was not in force.
     pub(super) fn take_batch(&mut self, is_last: bool) -> Option<Batch> {
         let newest = self.newest();
-        if newest.is_some_and(|(_, view)| view.is_live) {
+        if newest.is_some_and(|(_, view)| view.is_current()) {
             self.current = unix_now();
         } else if self.dirty_since.is_none() && is_last {
             return None;
@@ -570,6 +584,9 @@ impl State {
         }
         (self.dirty_since, self.not_before) = (None, None);
         self.has_said_obstacle = false;
+        if !self.enforce_limit(self.max_bytes) {
+            return None;
+        }
         let in_use: u64 = self.store.bytes().values().sum();
         let is_whole = std::mem::take(&mut self.is_whole_due)
             || self.file_length > in_use.saturating_mul(2) + SLACK;

@@ -430,7 +430,8 @@ impl Store {
         let bytes = decompress(data, *length)?;
         for (name, place) in moved {
             let start = usize::from(place.offset);
-            let field = &bytes[start..start + place.length as usize];
+            let field = bytes.get(start..start + place.length as usize);
+            let field = field.ok_or_else(|| io::Error::other("a block is too short"))?;
             let merged = self.types.get(&type_of).and_then(|index| index.merged);
             let (block, place) = self.append_to(merged, type_of, field, true);
             self.types.entry(type_of).or_default().merged = Some(block);
@@ -532,26 +533,32 @@ impl Store {
         let (Some(first), Some(type_of)) = (first, type_of) else {
             return;
         };
-        for (name, range) in fields {
-            let index = self.types.entry(type_of).or_default();
-            let before = match range {
-                None => index.resources.remove(&name),
-                Some(range) => {
-                    let length = (range.end - range.start) as u32;
-                    let place = Place { block: first, offset: range.start as u16, length };
-                    if let (false, Some(block)) = (is_long, &mut self.blocks[first as usize]) {
-                        block.used += length;
-                    }
-                    index.resources.insert(name, place)
-                }
-            };
-            if let Some(before) = before {
-                self.release(before);
-            }
+        let length = |range: &Range<u64>| (range.end - range.start) as u32;
+        if let (false, Some(block)) = (is_long, &mut self.blocks[first as usize]) {
+            block.used = fields.iter().filter_map(|(_, range)| range.as_ref()).map(length).sum();
         }
-        if !is_long && self.blocks[first as usize].as_ref().is_some_and(|block| block.used == 0) {
+        let mut is_used = false;
+        for (name, range) in fields {
+            let place = range.map(|range| Place {
+                block: first,
+                offset: range.start as u16,
+                length: length(&range),
+            });
+            is_used |= place.is_some();
+            let resources = &mut self.types.entry(type_of).or_default().resources;
+            let before = match place {
+                Some(place) => resources.insert(name, place),
+                None => resources.remove(&name),
+            };
+            self.release_all(before);
+        }
+        if !is_used {
             self.release(Place { block: first, offset: 0, length: 0 });
         }
+    }
+
+    fn release_all(&mut self, places: impl IntoIterator<Item = Place>) {
+        places.into_iter().for_each(|place| self.release(place));
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::store::Place;
-use super::{BY_NAME, TYPES, Type};
+use super::{BY_NAME, NEEDED, TYPES, Type};
 use crate::runtime::clock::later;
 use crate::xds::wire::NameDigest;
 
@@ -32,11 +32,15 @@ pub(super) struct Field {
     pub(super) name: NameDigest,
     pub(super) place: Place,
     pub(super) is_removed: bool,
+    /// The number of its response.
+    pub(super) response: u32,
 }
 
-/// A complete response, or several that were merged. Of a name the newest field is last.
+/// A complete response, or several that were merged, each name with its newest field.
 #[derive(Debug, Default)]
 pub(super) struct Response {
+    /// The number of the last one.
+    pub(super) number: u32,
     pub(super) nonce: String,
     pub(super) version: String,
     pub(super) fields: Vec<Field>,
@@ -57,17 +61,20 @@ pub(super) struct Rejection {
 
 #[derive(Debug, Default)]
 pub(super) struct TypeView {
-    /// True if Envoy, or the agent, has subscribed to the type on the stream.
-    pub(super) is_subscribed: bool,
+    /// The time of the subscription by Envoy, or the agent, on the stream.
+    pub(super) subscribed: Option<Instant>,
     /// True until the first response on the stream.
     pub(super) awaits_first: bool,
     pub(super) unanswered: VecDeque<Response>,
+    responses: u32,
     /// The resources of which this Envoy has accepted a version.
     pub(super) accepted: HashSet<NameDigest>,
     pub(super) rejected: HashMap<NameDigest, Rejection>,
+    /// The resources that Envoy had when the stream began, and that are not stored.
+    pub(super) lacking: HashSet<NameDigest>,
     /// The resources of a type in [`BY_NAME`] that Envoy has subscribed to and not got, with the time since which.
     waiting: HashMap<NameDigest, Waiting>,
-    /// True once this Envoy has answered a response.
+    /// True once Envoy has answered a response on the newest stream.
     pub(super) has_answered: bool,
     /// True if it is not known which resources in `rejected` Envoy has accepted.
     pub(super) asks_envoy: bool,
@@ -91,9 +98,10 @@ pub(super) struct View {
     pub(super) is_live: bool,
     /// True while a response passes.
     pub(super) is_receiving: bool,
+    /// The time of the first response on the newest stream.
     began: Instant,
-    /// True if Envoy has resources that are not stored.
-    pub(super) is_incomplete: bool,
+    /// True if the newest stream ended while something was missing.
+    was_cut_off: bool,
     /// True once Envoy has answered listeners, or stored configuration could not be served.
     pub(super) no_longer_served: bool,
     /// True if Envoy has got a stored version on the stream, and may subscribe to resources that it needs.
@@ -109,7 +117,7 @@ impl View {
             is_live: false,
             is_receiving: false,
             began: Instant::now(),
-            is_incomplete: false,
+            was_cut_off: false,
             no_longer_served: false,
             has_sent_stored: false,
             types: TYPES.into_iter().map(|type_of| (type_of, TypeView::default())).collect(),
@@ -118,19 +126,35 @@ impl View {
 
     /// Begins a stream, on which Envoy subscribes again. Returns the fields of responses that it has not answered.
     pub(super) fn begin(&mut self, stream: u32) -> Vec<Place> {
+        let dropped = self.end();
         self.stream = Some(stream);
         self.has_sent_stored = false;
-        self.end()
+        dropped
+    }
+
+    /// Notes a response on the stream. Until the first one, what Envoy had on the stream before is in force.
+    pub(super) fn note_response(&mut self) {
+        if !std::mem::replace(&mut self.is_live, true) {
+            (self.began, self.was_cut_off) = (Instant::now(), false);
+            self.types.values_mut().for_each(|it| it.has_answered = false);
+        }
+    }
+
+    /// Returns true if istiod's stream is known to be open, and Envoy has answered what it needs on it.
+    pub(super) fn is_current(&self) -> bool {
+        let has_answered = |it| self.types.get(&it).is_some_and(|it| it.has_answered);
+        self.is_live && NEEDED.into_iter().all(has_answered)
     }
 
     /// Ends the stream. Returns the fields of responses that Envoy has not answered.
     pub(super) fn end(&mut self) -> Vec<Place> {
+        self.was_cut_off |= self.obstacle(|_| false).is_some();
         (self.is_live, self.is_receiving) = (false, false);
         let mut dropped = Vec::new();
         for it in self.types.values_mut() {
             let responses = it.unanswered.drain(..);
             dropped.extend(responses.flat_map(|it| it.fields).map(|field| field.place));
-            (it.is_subscribed, it.awaits_first) = (false, false);
+            (it.subscribed, it.awaits_first) = (None, false);
             it.waiting.clear();
         }
         dropped
@@ -151,8 +175,8 @@ impl View {
         if self.is_receiving {
             return Some("a response is incomplete".to_owned());
         }
-        if self.is_incomplete {
-            return Some("Envoy has resources that it got before its first stream".to_owned());
+        if self.was_cut_off {
+            return Some("the stream ended before Envoy had all that it asked for".to_owned());
         }
         let is_new = self.began.elapsed() < PATIENCE;
         self.types.iter().find_map(|(type_of, it)| {
@@ -160,7 +184,12 @@ impl View {
             let mut waiting = it.waiting.values();
             if !it.unanswered.is_empty() {
                 Some(format!("Envoy has not answered a response ({name})"))
-            } else if !it.has_answered && is_stored(*type_of) && (it.is_subscribed || is_new) {
+            } else if !it.lacking.is_empty() {
+                Some(format!("Envoy has resources that are not stored ({name})"))
+            } else if !it.has_answered
+                && (it.subscribed.is_some_and(|since| since.elapsed() < PATIENCE)
+                    || is_stored(*type_of) && (is_new || NEEDED.contains(type_of)))
+            {
                 Some(format!("Envoy has not answered its first response ({name})"))
             } else if waiting.any(|it| it.since.elapsed() < PATIENCE) {
                 Some(format!("istiod has not sent all resources that Envoy asks for ({name})"))
@@ -219,6 +248,7 @@ impl View {
             it.waiting.remove(&name);
             it.accepted.remove(&name);
             it.rejected.remove(&name);
+            it.lacking.remove(&name);
         }
         for name in added.filter(|name| !it.accepted.contains(name)) {
             let waiting = Waiting { since: Instant::now(), needs_stored };
@@ -230,9 +260,13 @@ impl View {
 impl TypeView {
     /// Adds a complete response. Above [`MAX_UNANSWERED`], merges the two oldest ones. Returns the fields that newer ones
     /// of the same names replace.
-    pub(super) fn complete(&mut self, response: Response) -> Vec<Place> {
+    pub(super) fn complete(&mut self, response: Response) -> Vec<Field> {
         let is_first = std::mem::take(&mut self.awaits_first);
-        self.unanswered.push_back(Response { is_first, ..response });
+        let number = self.responses;
+        self.responses = number.wrapping_add(1);
+        let mut response = Response { is_first, number, ..response };
+        response.fields.iter_mut().for_each(|field| field.response = number);
+        self.unanswered.push_back(response);
         if self.unanswered.len() <= MAX_UNANSWERED {
             return Vec::new();
         }
@@ -246,20 +280,22 @@ impl TypeView {
     }
 
     /// Takes the response that an ACK or NACK with this nonce answers. Returns None if there is none, or if responses that
-    /// were merged with it are unanswered. Also returns fields that are no longer in use.
+    /// were merged with it are unanswered. Also returns the rejected fields of such a response, and those that newer ones
+    /// replace.
     pub(super) fn take_answered(
         &mut self,
         nonce: &str,
         rejects: impl Fn(&Field) -> bool,
-    ) -> (Option<Response>, Vec<Place>) {
+    ) -> (Option<Response>, Vec<Field>) {
         let Some(first) = self.unanswered.front_mut() else {
             return (None, Vec::new());
         };
         if first.older > 0 {
             // A field of a rejected response must not count as accepted with a later response.
+            let oldest = first.number.wrapping_sub(first.older as u32);
             first.older -= 1;
-            let dropped = first.fields.extract_if(.., |field| rejects(field));
-            return (None, dropped.map(|field| field.place).collect());
+            let is_dropped = |field: &mut Field| field.response == oldest && rejects(field);
+            return (None, first.fields.extract_if(.., is_dropped).collect());
         }
         let Some(index) = self.unanswered.iter().position(|it| it.nonce == nonce) else {
             return (None, Vec::new());
@@ -280,6 +316,7 @@ impl TypeView {
     pub(super) fn accept(&mut self, field: &Field) {
         self.rejected.remove(&field.name);
         self.waiting.remove(&field.name);
+        self.lacking.remove(&field.name);
         if field.is_removed {
             self.accepted.remove(&field.name);
         } else {
@@ -302,11 +339,11 @@ impl TypeView {
 
 impl Response {
     /// Merges a response with the next one: the newest field of each name stays. Returns the others, too.
-    fn merged_with(self, newer: Self) -> (Self, Vec<Place>) {
+    fn merged_with(self, newer: Self) -> (Self, Vec<Field>) {
         let names: HashSet<_> = newer.fields.iter().map(|field| field.name).collect();
         let mut fields = self.fields;
         let replaced = fields.extract_if(.., |field| names.contains(&field.name));
-        let replaced = replaced.map(|field| field.place).collect();
+        let replaced = replaced.collect();
         fields.extend(newer.fields);
         let older = self.older + newer.older + 1;
         let is_first = self.is_first || newer.is_first;

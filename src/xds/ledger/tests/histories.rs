@@ -154,6 +154,9 @@ proptest! {
                     Event::Reconnect => {
                         pod.reconnect(pod.pid);
                         pod.subscribe(Type::LISTENER, &[]);
+                        pod.accept(Type::LISTENER, "again", &Resources::new(), &[]);
+                        let envoy = &model.envoy;
+                        model.lacking.retain(|name| envoy.contains_key(name));
                         let had: Vec<_> = model.envoy.keys().map(String::as_str).collect();
                         pod.subscribe(Type::CLUSTER, &had);
                         model.unanswered.clear();

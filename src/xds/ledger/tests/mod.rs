@@ -250,7 +250,10 @@ async fn the_first_response_of_a_stream_replaces_what_envoy_does_not_have() {
     assert!(pod.write());
     pod.reconnect(1);
     pod.subscribe(Type::CLUSTER, &["kept"]);
+    pod.subscribe(Type::LISTENER, &[]);
     pod.accept(Type::CLUSTER, "2", &resources(&[("new", "1")]), &[]);
+    assert!(!pod.write(), "listeners are not answered");
+    pod.accept(Type::LISTENER, "2", &Resources::new(), &[]);
     let expected = resources(&[("kept", "1"), ("new", "1")]);
     assert_eq!(pod.stored(Type::CLUSTER), expected);
     assert!(pod.write());
@@ -273,6 +276,10 @@ async fn no_record_is_written_while_envoy_has_a_mix_that_was_not_in_force() {
     assert!(!pod.write(), "a response is incomplete");
     pod.reconnect(1);
     pod.subscribe(Type::CLUSTER, &["a"]);
+    pod.subscribe(Type::LISTENER, &["l"]);
+    for type_of in NEEDED {
+        pod.accept(type_of, "3", &Resources::new(), &[]);
+    }
     pod.request(Type::ENDPOINTS, |it| it.resource_names_subscribe = vec!["a".to_owned()]);
     assert!(!pod.write(), "a resource is missing");
     pod.accept(Type::ENDPOINTS, "1", &resources(&[("a", "1")]), &[]);
@@ -325,6 +332,52 @@ async fn five_hundred_unanswered_responses_are_merged_and_accepted_with_the_last
     assert_eq!(pod.stored(Type::CLUSTER), expected);
     assert!(pod.write());
     assert_eq!(in_file(parent.path()), expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rejected_one_of_merged_responses_does_not_cost_the_accepted_ones() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.accept_first(&resources(&[("a", "old"), ("b", "old")]));
+    for push in 0..70 {
+        let name = if push == 0 { "a" } else { "b" };
+        let nonce = push.to_string();
+        pod.push(Type::CLUSTER, &nonce, &resources(&[(name, &nonce)]), &[]);
+    }
+    pod.nack(Type::CLUSTER, "0", "no");
+    for push in 1..70 {
+        pod.ack(Type::CLUSTER, &push.to_string());
+    }
+    assert_eq!(pod.stored(Type::CLUSTER), resources(&[("a", "old"), ("b", "69")]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_that_ends_before_envoy_has_all_changes_neither_file_nor_age() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.accept_first(&resources(&[("a", "1")]));
+    assert!(pod.write());
+    let mut pod = Pod::start(parent.path());
+    pod.ledger.0.state.lock().make_older(1000);
+    pod.subscribe_all();
+    pod.accept(Type::CLUSTER, "1", &resources(&[("a", "2")]), &[]);
+    pod.recorder.stop();
+    for _ in 0..3 {
+        assert!(!pod.write());
+        advance(Duration::from_secs(61)).await;
+    }
+    assert!(pod.ledger.0.state.lock().age() >= Duration::from_secs(1000));
+    assert_eq!(in_file(parent.path()), resources(&[("a", "1")]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_recorded_if_the_directory_is_not_used() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.ledger.0.state.lock().turn_off();
+    pod.accept_first(&resources(&[("a", "1")]));
+    assert!(pod.ledger.0.state.lock().is_unused());
+    assert_eq!(pod.ledger.snapshot(), None);
 }
 
 #[tokio::test(start_paused = true)]
@@ -428,8 +481,8 @@ async fn what_needs_more_memory_than_configured_is_not_stored_and_said_once() {
             pod.subscribe_all();
             pod.accept(Type::CLUSTER, "1", &resources(&[("a", &random())]), &[]);
             pod.accept(Type::LISTENER, "1", &Resources::new(), &[]);
-            assert!(pod.stored(Type::CLUSTER).is_empty());
             assert!(!pod.write());
+            assert!(pod.stored(Type::CLUSTER).is_empty());
         }
     });
     assert_eq!(log.matches("KEEP_CONFIG_MAX_BYTES").count(), 1, "{log}");
@@ -503,7 +556,7 @@ async fn a_disk_that_fails_costs_the_file_and_is_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_response_that_another_envoy_has_not_answered_is_in_the_file_after_its_ack() {
+async fn a_late_answer_of_an_older_envoy_does_not_undo_what_the_newer_one_has_accepted() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
     pod.accept_first(&resources(&[("a", "1")]));
@@ -516,8 +569,11 @@ async fn a_response_that_another_envoy_has_not_answered_is_in_the_file_after_its
     let new = std::mem::replace(&mut pod.recorder, old);
     pod.ack(Type::CLUSTER, "2");
     pod.recorder = new;
+    // It drains, and answers late.
+    assert_eq!(pod.stored(Type::CLUSTER), resources(&[("c", "1")]));
+    pod.accept(Type::CLUSTER, "3", &resources(&[("c", "2")]), &[]);
     assert!(pod.write());
-    assert_eq!(in_file(parent.path()), resources(&[("a", "2"), ("b", "1"), ("c", "1")]));
+    assert_eq!(in_file(parent.path()), resources(&[("c", "2")]));
 }
 
 #[tokio::test(start_paused = true)]
