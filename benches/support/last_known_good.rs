@@ -48,6 +48,7 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
         ledger::Config {
             volume: Volume::named(directory),
             former: None,
+            own: None,
             max_bytes: 1 << 30,
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),

@@ -88,9 +88,7 @@ pub async fn run(
         }
         if let (Some(pair), Some(stored)) = (&pair, &mut config.last_known_good) {
             let (own, former) = pair.volume_directories();
-            if let Err(error) = stored.continue_in(&own, former) {
-                tracing::warn!("cannot create the directory of stored configuration: {error}");
-            }
+            stored.continue_in(&own, former);
         }
         let mut detected = sds_socket::detect(&config).await?;
         if detected.serves_workload && !config.authority_problems.is_empty() {

@@ -102,6 +102,7 @@ impl Loader<'_> {
         Some(ledger::Config {
             volume: self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG)?,
             former: None,
+            own: None,
             max_bytes: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES),
             max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
             after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),

@@ -31,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{CLUSTER, ENDPOINTS, LISTENER, Protocol, WORKLOAD};
 use crate::envoy::admin::Admin;
+use crate::files::directory::Directory;
 use crate::files::volume::{Content, Volume};
 use crate::metrics::{Counter, Kind, Registry};
 use crate::runtime::clock::rfc3339;
@@ -97,6 +98,8 @@ pub struct Config {
     /// The directory of the container that has served last, if it is another one. Its configuration is read, if there is
     /// any, in place of this container's.
     pub former: Option<PathBuf>,
+    /// The name of this container's directory in a volume that two containers share.
+    pub own: Option<String>,
     /// The most bytes of compressed configuration and its index. Configuration that needs more is not stored.
     pub max_bytes: u64,
     /// Older configuration is not served.
@@ -109,12 +112,24 @@ pub struct Config {
 
 impl Config {
     /// Makes `own` the directory of stored configuration, and reads the configuration in the directory `former`. Both are
-    /// directories of the volume.
-    pub fn continue_in(&mut self, own: &str, former: Option<String>) -> io::Result<()> {
+    /// directories of the volume. The task that writes creates `own`, because a volume may hang.
+    pub fn continue_in(&mut self, own: &str, former: Option<String>) {
         let parent = self.volume.directory.clone();
         self.former = former.map(|former| parent.join(former));
-        self.volume.directory = parent.join(own);
-        crate::files::directory::Directory::private(&parent, own, true).map(drop)
+        self.volume.directory.push(own);
+        self.own = Some(own.to_owned());
+    }
+
+    /// Creates the directory of this container in the volume, and prepares the directory of the file. Logs a failure.
+    /// Returns true if configuration is to be stored. May block.
+    fn prepare(&self) -> bool {
+        if let (Some(own), Some(parent)) = (&self.own, self.volume.directory.parent())
+            && let Err(error) = Directory::private(parent, own, true)
+        {
+            let path = self.volume.directory.display();
+            tracing::warn!("cannot create the directory of stored configuration: {path}: {error}");
+        }
+        self.volume.prepare(Content::Configuration)
     }
 }
 
@@ -275,9 +290,9 @@ impl Ledger {
 
 /// Reads the file, and writes changes until the shutdown.
 async fn write(shared: Arc<Shared>, shutdown: CancellationToken) {
-    let volume = shared.config.volume.clone();
+    let config = shared.config.clone();
     // A disk that hangs must not delay the start of the agent.
-    let prepared = spawn_blocking(move || volume.prepare(Content::Configuration));
+    let prepared = spawn_blocking(move || config.prepare());
     let is_used = tokio::select! {
         prepared = prepared => prepared.unwrap_or_default(),
         () = shutdown.cancelled() => return,

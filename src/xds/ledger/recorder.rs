@@ -70,8 +70,6 @@ pub(crate) struct Recorder {
     stored_unanswered: VecDeque<Stored>,
     /// True if Envoy may have to get stored versions now.
     may_need_stored: bool,
-    /// True if Envoy has got a stored version on the stream.
-    has_sent_stored: bool,
     /// Questions to Envoy which resources of a type it has.
     asking: FuturesUnordered<BoxFuture<'static, (Type, Option<HashSet<NameDigest>>)>>,
     /// The time until which no response of istiod is read, so that stored clusters reach Envoy before listeners that need
@@ -200,7 +198,6 @@ impl Recorder {
             passing: None,
             stored_unanswered: VecDeque::new(),
             may_need_stored: false,
-            has_sent_stored: false,
             asking: FuturesUnordered::new(),
             clusters_due: None,
         }
@@ -231,7 +228,6 @@ impl Recorder {
             self.clusters_due = None;
         }
         let (frame, stored) = found?;
-        self.has_sent_stored = true;
         self.stored_unanswered.push_back(stored);
         Some(frame)
     }
@@ -239,10 +235,7 @@ impl Recorder {
     /// Returns when [`Recorder::note_stored_due`] has to be called, because istiod has not sent what a stored resource
     /// needs.
     pub(crate) fn stored_due(&self) -> Option<Instant> {
-        if !self.has_sent_stored || self.may_need_stored {
-            return None;
-        }
-        let (mut state, pid) = self.state()?;
+        let (mut state, pid) = self.state().filter(|_| !self.may_need_stored)?;
         state.view(pid).stored_due()
     }
 

@@ -226,7 +226,7 @@ impl State {
         view.note_response();
         let replaced = view.of(type_of).complete(response);
         self.release(replaced.iter().map(|field| field.place));
-        // Until Envoy has answered, both versions of what has changed need memory.
+        // Until Envoy has answered, the old and the new version of a resource both use memory.
         self.enforce_limit(self.max_bytes.saturating_mul(2))
     }
 

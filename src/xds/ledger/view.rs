@@ -156,6 +156,8 @@ impl View {
             dropped.extend(responses.flat_map(|it| it.fields).map(|field| field.place));
             (it.subscribed, it.awaits_first) = (None, false);
             it.waiting.clear();
+            // The question to Envoy ends with the stream.
+            it.asks_envoy = false;
         }
         dropped
     }
@@ -169,8 +171,8 @@ impl View {
         self.types.values().any(|it| !it.rejected.is_empty())
     }
 
-    /// Says what is missing for a record of what Envoy has; None if nothing is. `is_stored` returns true for types of
-    /// which resources are stored.
+    /// Returns the reason why no record may be written now. `is_stored` returns true for types of which a response is
+    /// stored.
     pub(super) fn obstacle(&self, is_stored: impl Fn(Type) -> bool) -> Option<String> {
         if self.is_receiving {
             return Some("a response is incomplete".to_owned());
@@ -201,6 +203,9 @@ impl View {
 
     /// Returns when [`View::take_due`] has resources next.
     pub(super) fn stored_due(&self) -> Option<Instant> {
+        if !self.has_sent_stored {
+            return None;
+        }
         let waiting = self.types.values().filter(|it| it.unanswered.is_empty());
         let waiting = waiting.flat_map(|it| it.waiting.values()).filter(|it| it.needs_stored);
         waiting.map(|it| later(it.since, STORED_VERSION_DELAY)).min()

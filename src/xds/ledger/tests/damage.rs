@@ -61,7 +61,7 @@ proptest! {
         has_magic in any::<bool>(),
     ) {
         let parent = tempfile::tempdir().unwrap();
-        crate::files::directory::Directory::private(parent.path(), DIRECTORY, true).unwrap();
+        Directory::private(parent.path(), DIRECTORY, true).unwrap();
         let magic: &[u8] = if has_magic { b"istio-agent configuration 1\n" } else { b"" };
         let _ = read_bytes(parent.path(), &[magic, &bytes].concat());
     }

@@ -159,19 +159,19 @@ async fn a_container_continues_with_what_the_other_one_has_stored() {
     let directory = |container: &str| volume.path().join(container);
     for container in ["own", "other"] {
         let mut config = config(volume.path());
-        config.continue_in(container, None).unwrap();
+        config.continue_in(container, None);
         let mut pod = Pod::with(config);
         pod.accept_first(&resources(&[("a", container)]));
         assert!(pod.write());
     }
     for (former, expected) in [(Some("other"), "other"), (Some("missing"), "own"), (None, "own")] {
         let mut config = config(volume.path());
-        config.continue_in("own", former.map(str::to_owned)).unwrap();
+        config.continue_in("own", former.map(str::to_owned));
         let pod = Pod::with(config);
         assert_eq!(pod.stored(Type::CLUSTER), resources(&[("a", expected)]), "{former:?}");
     }
     let mut config = config(volume.path());
-    config.continue_in("own", Some("other".to_owned())).unwrap();
+    config.continue_in("own", Some("other".to_owned()));
     let mut pod = Pod::with(config);
     pod.accept_first(&resources(&[("a", "new")]));
     assert!(pod.write());

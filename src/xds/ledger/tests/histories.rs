@@ -1,4 +1,4 @@
-//! Compares the ledger with a model of what Envoy has, over random histories.
+//! Compares the ledger with a model, over random histories.
 
 use proptest::prelude::*;
 

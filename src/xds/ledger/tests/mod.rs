@@ -42,6 +42,7 @@ fn config(parent: &Path) -> Config {
     Config {
         volume: Volume::named(parent),
         former: None,
+        own: None,
         max_bytes: 1 << 30,
         max_age: Duration::from_secs(3600),
         after: Duration::from_secs(5),
@@ -66,6 +67,7 @@ impl Pod {
 
     fn with(config: Config) -> Self {
         let parent = config.volume.directory.clone();
+        config.prepare();
         let (ledger, _) = Ledger::new(config, None, &Registry::default(), CancellationToken::new());
         if let Some((store, record)) = read(&ledger.0) {
             ledger.0.state.lock().install(store, record);
@@ -522,7 +524,7 @@ async fn files_of_former_releases_stay_until_a_record_is_valid() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
     let directory = parent.path().join(DIRECTORY);
-    crate::files::directory::Directory::private(parent.path(), DIRECTORY, true).unwrap();
+    Directory::private(parent.path(), DIRECTORY, true).unwrap();
     let former = directory.join("Cluster");
     std::fs::write(&former, "former").unwrap();
     pod.subscribe_all();
