@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek as _, Write as _};
-use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +18,7 @@ use super::store::{BLOCK, Store, StoredBlock, decompress};
 use super::{DIRECTORY, FILE, TYPES};
 use crate::files::directory::Directory;
 use crate::files::regular_file::if_exists;
-use crate::xds::wire::{NameDigest, ResourceField, Walker};
+use crate::xds::wire::{ResourceField, Walker};
 
 const MAGIC: &[u8] = b"istio-agent configuration 1\n";
 
@@ -27,11 +26,8 @@ const MAGIC: &[u8] = b"istio-agent configuration 1\n";
 const BLOCK_CHUNK: u8 = b'B';
 const RECORD_CHUNK: u8 = b'R';
 
-/// The longest chunk: zstd makes bytes that it cannot compress only a little longer.
-const MAX_CHUNK: u32 = 4 * BLOCK as u32;
-
-/// The bytes of a block's chunk before the beginnings of its fields: type, whether it continues, length, number of fields.
-const BLOCK_HEAD: usize = 1 + 1 + 4 + 2;
+/// The bytes of a block's chunk before the beginnings of its fields: type, length, number of fields.
+const BLOCK_HEAD: usize = 1 + 4 + 2;
 
 /// The description of all before it in the file. A record with other members is not used.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
@@ -102,7 +98,7 @@ impl Open {
             let length = BLOCK_HEAD + 2 * block.used.len() + block.data.len();
             bytes.extend_from_slice(&(length as u32).to_be_bytes());
             let type_of = TYPES.iter().position(|it| *it == block.type_of).unwrap_or_default();
-            bytes.extend_from_slice(&[type_of as u8, u8::from(block.continues)]);
+            bytes.push(type_of as u8);
             bytes.extend_from_slice(&block.length.to_be_bytes());
             bytes.extend_from_slice(&(block.used.len() as u16).to_be_bytes());
             block.used.iter().for_each(|start| bytes.extend_from_slice(&start.to_be_bytes()));
@@ -115,9 +111,6 @@ impl Open {
         self.write(&bytes)?;
         let sealed = Sealed { record: batch.record.clone(), crc: self.hasher.clone().finalize() };
         let record = serde_json::to_vec(&sealed)?;
-        if record.len() > MAX_CHUNK as usize {
-            return Err(io::Error::other("the versions are too long"));
-        }
         let length = (record.len() as u32).to_be_bytes();
         self.write(&[&[RECORD_CHUNK], &length[..], &record].concat())
     }
@@ -188,15 +181,10 @@ pub(super) fn read(parent: &Path, max_bytes: u64) -> io::Result<Option<(Store, R
     file.rewind()?;
     let mut reader = BufReader::with_capacity(BLOCK, file.take(end));
     reader.read_exact(&mut [0; MAGIC.len()])?;
-    let (mut store, mut field) = (Store::default(), Vec::new());
+    let mut store = Store::default();
     while let Some((kind, chunk)) = next_chunk(&mut reader)? {
         if kind == BLOCK_CHUNK {
-            let block = parse_block(&chunk)?;
-            let continues = block.continues;
-            field.push(block);
-            if !continues {
-                add(&mut store, std::mem::take(&mut field))?;
-            }
+            add(&mut store, parse_block(&chunk)?)?;
         }
     }
     Ok(Some((store, record)))
@@ -237,19 +225,17 @@ fn next_chunk(reader: &mut impl Read) -> io::Result<Option<(u8, Vec<u8>)>> {
     }
     let [kind, length @ ..] = head;
     let length = u32::from_be_bytes(length);
-    if ![BLOCK_CHUNK, RECORD_CHUNK].contains(&kind) || length > MAX_CHUNK {
+    if ![BLOCK_CHUNK, RECORD_CHUNK].contains(&kind) {
         return Err(io::Error::other("it has a chunk of an unknown form"));
     }
-    let mut chunk = vec![0; length as usize];
-    match reader.read_exact(&mut chunk) {
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
-        read => read.map(|()| Some((kind, chunk))),
-    }
+    let mut chunk = Vec::new();
+    let read = reader.take(length.into()).read_to_end(&mut chunk)?;
+    Ok((read == length as usize).then_some((kind, chunk)))
 }
 
 fn parse_block(chunk: &[u8]) -> io::Result<StoredBlock> {
     let parsed = || {
-        let (&[type_of, continues, a, b, c, d, e, f], rest) = chunk.split_first_chunk()?;
+        let (&[type_of, a, b, c, d, e, f], rest) = chunk.split_first_chunk()?;
         let type_of = *TYPES.get(usize::from(type_of))?;
         let count = usize::from(u16::from_be_bytes([e, f]));
         let (used, data) = rest.split_at_checked(2 * count)?;
@@ -258,44 +244,27 @@ fn parse_block(chunk: &[u8]) -> io::Result<StoredBlock> {
             type_of,
             data: Arc::from(data),
             length: u32::from_be_bytes([a, b, c, d]),
-            continues: continues == 1,
             used: used.iter().map(|start| u16::from_be_bytes(*start)).collect(),
         })
     };
     parsed()
-        .filter(|block| block.length as usize <= BLOCK && block.used.is_sorted())
+        .filter(|block| block.used.is_sorted())
         .ok_or_else(|| io::Error::other("a block is malformed"))
 }
 
-/// Adds a block with whole fields, or all blocks of a long field.
-fn add(store: &mut Store, blocks: Vec<StoredBlock>) -> io::Result<()> {
-    let Some(first) = blocks.first() else {
-        return Ok(());
-    };
-    let length: u64 = blocks.iter().map(|block| u64::from(block.length)).sum();
-    let (mut walker, mut fields) = (Walker::finder(length), Vec::new());
-    for block in &blocks {
-        let bytes = decompress(&block.data, block.length)?;
-        let is_used = |start| {
-            u16::try_from(start).is_ok_and(|start| first.used.binary_search(&start).is_ok())
-        };
-        let walked = walker.find(&bytes, |field| {
-            if is_used(field.range.start) {
-                fields.push(field);
+/// Adds a block with those of its fields that are in use.
+fn add(store: &mut Store, block: StoredBlock) -> io::Result<()> {
+    let (mut walker, mut fields) = (Walker::finder(block.length.into()), Vec::new());
+    decompress(&block.data, block.length, |part| {
+        let walked = walker.find(part, |ResourceField { name, range, is_removed }| {
+            let start = u16::try_from(range.start);
+            if start.is_ok_and(|start| block.used.binary_search(&start).is_ok()) {
+                fields.push((name, (!is_removed).then_some(range)));
             }
         });
-        walked.map_err(io::Error::other)?;
-    }
+        walked.map_err(io::Error::other)
+    })?;
     walker.finish().map_err(io::Error::other)?;
-    let is_whole = |field: &ResourceField| field.range == (0..length) && length <= u32::MAX.into();
-    if blocks.len() > 1 && !fields.iter().all(is_whole) {
-        return Err(io::Error::other("a long field is malformed"));
-    }
-    let named = |(name, range, is_removed): (NameDigest, Range<u64>, bool)| {
-        (name, (!is_removed).then_some(range))
-    };
-    let fields = fields.into_iter().map(|it| named((it.name, it.range, it.is_removed)));
-    let fields = fields.collect();
-    store.add_blocks(blocks, fields);
+    store.add_block(block, fields);
     Ok(())
 }

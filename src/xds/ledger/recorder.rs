@@ -1,7 +1,6 @@
 //! Feeds the ledger with the requests and responses of a delta stream of Envoy, while their bytes pass.
 
 use std::collections::{BTreeSet, HashSet, VecDeque};
-use std::ops::Range;
 use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
@@ -15,7 +14,7 @@ use tokio::time::Instant;
 
 use super::rejected::Stored;
 use super::state::State;
-use super::store::{BLOCK, Long, Place, Store};
+use super::store::{BLOCK, BlockNumber, Store};
 use super::view::{Field, Response};
 use super::{EnvoyCache, Type};
 use crate::envoy::admin::Admin;
@@ -23,7 +22,7 @@ use crate::envoy::inspect;
 use crate::runtime::clock::after;
 use crate::xds::request::{HEAD, Request, Subscription};
 use crate::xds::response::Received;
-use crate::xds::wire::{Malformed, NameDigest, Walker};
+use crate::xds::wire::{Malformed, NameDigest, ResourceField, Walker};
 use crate::xds::{CHANGING_METADATA, LISTENER};
 
 /// The time that istiod's responses wait for stored clusters after Envoy has rejected some.
@@ -90,72 +89,70 @@ struct Passing {
 struct FieldReader {
     type_of: Type,
     walker: Walker,
-    /// The bytes of the field that has not ended, without those in `long`.
+    /// The bytes of the field that has not ended, without those in `long`, and their place in the message.
     partial: Vec<u8>,
-    /// The beginning of the field that has not ended, if it is larger than a block, and its place in the message.
-    long: Option<(u64, Long)>,
+    partial_start: u64,
+    /// The beginning of the field that has not ended, if it is larger than a block, and its block.
+    long: Option<(u64, BlockNumber)>,
     fields: Vec<Field>,
 }
 
 impl FieldReader {
     fn new(type_of: Type, length: u64) -> Self {
-        let walker = Walker::finder(length);
-        Self { type_of, walker, partial: Vec::new(), long: None, fields: Vec::new() }
+        Self {
+            type_of,
+            walker: Walker::finder(length),
+            partial: Vec::new(),
+            partial_start: 0,
+            long: None,
+            fields: Vec::new(),
+        }
     }
 
     /// Takes the next bytes of the message.
-    fn read(&mut self, state: &mut State, bytes: &[u8]) -> Result<(), Malformed> {
-        let begin = self.walker.position();
+    fn read(&mut self, store: &mut Store, bytes: &[u8]) -> Result<(), Malformed> {
         let mut ended = Vec::new();
         self.walker.find(bytes, |field| ended.push(field))?;
-        // The place in the message of the first byte in `partial`.
-        let partial_start = begin - self.partial.len() as u64;
-        for field in ended {
-            let Range { start, end } = field.range;
-            let end = (end - begin) as usize;
-            let long = self.take_long(state, start);
-            let place = if long.is_some() || start < begin {
-                self.partial.drain(..start.saturating_sub(partial_start) as usize);
-                self.partial.extend_from_slice(&bytes[..end]);
-                append(state, self.type_of, long, &std::mem::take(&mut self.partial))
+        self.partial.extend_from_slice(bytes);
+        for ResourceField { name, range, is_removed } in ended {
+            let long = self.take_long(store, range.start);
+            let [start, end] = [range.start, range.end]
+                .map(|position| position.saturating_sub(self.partial_start) as usize);
+            let rest = &self.partial[start..end];
+            let place = if long.is_none() && rest.len() <= BLOCK {
+                store.append(self.type_of, rest)
             } else {
-                append(state, self.type_of, None, &bytes[(start - begin) as usize..end])
+                let long = store.extend(long, self.type_of, rest);
+                store.end(long)
             };
-            let (name, is_removed) = (field.name, field.is_removed);
             self.fields.push(Field { name, place, is_removed, response: 0 });
         }
         let start = self.walker.field_start();
-        let long = self.take_long(state, start);
-        if long.is_some() {
-            self.partial.extend_from_slice(bytes);
-        } else if start < begin {
-            self.partial.drain(..(start - partial_start) as usize);
-            self.partial.extend_from_slice(bytes);
-        } else {
-            self.partial.clear();
-            self.partial.extend_from_slice(&bytes[(start - begin) as usize..]);
+        let long = self.take_long(store, start);
+        self.partial.drain(..start.saturating_sub(self.partial_start) as usize);
+        if long.is_some() || self.partial.len() > BLOCK {
+            self.long = Some((start, store.extend(long, self.type_of, &self.partial)));
+            self.partial = Vec::new();
         }
-        let whole_blocks = self.partial.len() / BLOCK * BLOCK;
-        let extended = extend(state, self.type_of, long, &self.partial[..whole_blocks]);
-        self.long = extended.map(|long| (start, long));
-        self.partial.drain(..whole_blocks);
+        self.partial_start = self.walker.position() - self.partial.len() as u64;
         Ok(())
     }
 
     /// Takes the long field that begins at this place in the message. Ends the use of another one, which has turned out not
     /// to be a resource.
-    fn take_long(&mut self, state: &mut State, start: u64) -> Option<Long> {
+    fn take_long(&mut self, store: &mut Store, start: u64) -> Option<BlockNumber> {
         let (began, long) = self.long.take()?;
         if began == start {
             return Some(long);
         }
-        state.release([Store::end(long)]);
+        let place = store.end(long);
+        store.release(place);
         None
     }
 
     /// Hands over a complete response. Returns false if configuration has become too large.
-    fn complete(self, state: &mut State, pid: i32, received: &Received) -> bool {
-        state.release(self.long.map(|(_, long)| Store::end(long)));
+    fn complete(mut self, state: &mut State, pid: i32, received: &Received) -> bool {
+        self.take_long(&mut state.store, u64::MAX);
         let response = Response {
             nonce: received.nonce.clone(),
             version: received.version.clone(),
@@ -166,25 +163,10 @@ impl FieldReader {
     }
 
     /// Ends the use of all fields.
-    fn drop_fields(self, state: &mut State) {
+    fn drop_fields(mut self, state: &mut State) {
+        self.take_long(&mut state.store, u64::MAX);
         state.release(self.fields.iter().map(|field| field.place));
-        state.release(self.long.map(|(_, long)| Store::end(long)));
     }
-}
-
-/// Appends the rest of a field.
-fn append(state: &mut State, type_of: Type, long: Option<Long>, rest: &[u8]) -> Place {
-    if long.is_none() && rest.len() <= BLOCK {
-        return state.append(type_of, rest);
-    }
-    let long = extend(state, type_of, long, rest);
-    // It has at least one part.
-    long.map_or_else(|| state.append(type_of, rest), Store::end)
-}
-
-/// Appends blocks to a long field, or begins one, unless there are no bytes.
-fn extend(state: &mut State, type_of: Type, long: Option<Long>, bytes: &[u8]) -> Option<Long> {
-    bytes.chunks(BLOCK).fold(long, |long, part| Some(state.extend(long, type_of, part)))
 }
 
 impl Recorder {
@@ -374,7 +356,7 @@ impl Recorder {
         };
         let message = &bytes[bytes.len().min(passing.head)..];
         passing.head -= bytes.len() - message.len();
-        let read = passing.reader.read(&mut state, message);
+        let read = passing.reader.read(&mut state.store, message);
         if let Err(error) = read {
             tracing::error!(target: "xdsproxy", "configuration is not stored: a response is malformed: {error}");
             state.fail_streams();
@@ -425,7 +407,7 @@ impl Recorder {
             state.begin_type(pid, type_of, HashSet::new());
         }
         let mut reader = FieldReader::new(type_of, message.len() as u64);
-        if reader.read(&mut state, message).is_err() {
+        if reader.read(&mut state.store, message).is_err() {
             // The interceptor has decoded the message.
             return reader.drop_fields(&mut state);
         }

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::file::{Batch, Record, TypeRecord};
 use super::rejected::{self, MAX_NAMES, Rejected, Stored, problem, rejected, subject};
-use super::store::{Long, Place, Store};
+use super::store::{Piece, Place, Store};
 use super::view::{Field, Response, View};
 use super::{BY_NAME, NEEDED, OTHER_NODE, StoredResource, Type, unix_now, unix_rfc3339};
 use crate::runtime::clock::{after, later};
@@ -48,7 +48,7 @@ pub(super) struct State {
     on_nack: bool,
     /// False if the directory is not used.
     pub(super) is_on: bool,
-    store: Store,
+    pub(super) store: Store,
     /// The node whose Envoys have accepted what is stored; None while nothing is.
     identity: Option<String>,
     types: BTreeMap<Type, TypeRecord>,
@@ -210,7 +210,7 @@ impl State {
 
     /// Takes the first request of a type on a stream, with the resources that Envoy has.
     pub(super) fn begin_type(&mut self, pid: i32, type_of: Type, initial: HashSet<NameDigest>) {
-        let lacks = |name: &&NameDigest| !self.store.has(type_of, **name);
+        let lacks = |name: &&NameDigest| self.store.get(type_of, **name).is_none();
         let lacking = initial.iter().filter(lacks).copied().collect();
         let it = self.view(pid).of(type_of);
         (it.subscribed, it.awaits_first) = (Some(Instant::now()), true);
@@ -335,14 +335,6 @@ impl State {
         }
     }
 
-    pub(super) fn append(&mut self, type_of: Type, field: &[u8]) -> Place {
-        self.store.append(type_of, field)
-    }
-
-    pub(super) fn extend(&mut self, long: Option<Long>, type_of: Type, bytes: &[u8]) -> Long {
-        self.store.extend(long, type_of, bytes)
-    }
-
     pub(super) fn release(&mut self, places: impl IntoIterator<Item = Place>) {
         places.into_iter().for_each(|place| self.store.release(place));
     }
@@ -459,7 +451,7 @@ impl State {
         &mut self,
         type_of: Type,
         names: Option<&[NameDigest]>,
-    ) -> (Vec<super::store::Piece>, u64, String) {
+    ) -> (Vec<Piece>, u64, String) {
         let places = match names {
             None => self.store.all(type_of),
             Some(names) => names.iter().filter_map(|name| self.store.get(type_of, *name)).collect(),

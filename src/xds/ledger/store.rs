@@ -1,22 +1,29 @@
 //! Stores resources in memory: compressed blocks, and an index of them by type and name.
 //!
 //! A block has fields of delta responses of one type: resources, and names of removed ones. Fields are appended to the
-//! open block of their type, which is compressed when it is full. A field that is larger than a block has blocks of its
-//! own. Blocks in which nothing is in use are freed; those in which little is in use are merged ([`Store::compact`]).
-//! The file has the same blocks ([`super::file`]).
+//! open block of their type, which is compressed when it is full. A field that is larger than a block has a block of its
+//! own, which is compressed while its bytes arrive. Blocks in which nothing is in use are freed; those in which little is
+//! in use are merged ([`Store::compact`]). The file has the same blocks ([`super::file`]).
+//!
+//! zstd fails only if there is no memory. The block is empty then, and cannot be read.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::ops::Range;
 use std::sync::Arc;
 
-use zstd::bulk::{Compressor, Decompressor};
+use zstd::bulk::Compressor;
+use zstd::stream::raw::CParameter;
+use zstd::{Decoder, Encoder};
 
 use super::Type;
 use crate::xds::wire::NameDigest;
 
-/// The most uncompressed bytes of a block.
+/// The most uncompressed bytes of a block, unless it is one longer field.
 pub(super) const BLOCK: usize = 64 * 1024;
+
+/// The distance over which zstd finds repetitions in a long field, as a power of two. It bounds the memory for reading.
+const WINDOW_LOG: u32 = BLOCK.ilog2();
 
 /// Of the levels of zstd, the one with the least CPU time.
 const LEVEL: i32 = 1;
@@ -27,51 +34,33 @@ const MIN_MERGED: usize = 8;
 /// The bytes of an entry of the index, with the unused part of its table.
 const ENTRY: usize = 40;
 
+/// The number of a block. Later blocks have higher numbers.
+pub(super) type BlockNumber = u32;
+
 /// The place of a field.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
-    /// The block, or the first one if the field is larger than a block.
-    block: u32,
+    block: BlockNumber,
     offset: u16,
     length: u32,
 }
 
-#[derive(Debug)]
 struct Block {
     type_of: Type,
-    /// Blocks with a higher number are newer. A number is not used again.
-    number: u64,
     data: Data,
     /// The uncompressed bytes.
     length: u32,
     /// The uncompressed bytes in use.
     used: u32,
-    role: Role,
     /// True if the bytes in use are in the file.
     is_written: bool,
 }
 
-#[derive(Debug)]
 enum Data {
     Open(Vec<u8>),
+    /// A long field, while its bytes arrive.
+    Long(Encoder<'static, Vec<u8>>),
     Compressed(Arc<[u8]>),
-}
-
-/// The part that a block has in a field.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Role {
-    /// The block has whole fields.
-    Whole,
-    /// The block is part of a field that continues in the next one, if there is one.
-    Part { next: Option<u32> },
-}
-
-/// A field that is larger than a block, while its bytes arrive.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Long {
-    first: u32,
-    last: u32,
-    length: u32,
 }
 
 /// A block as it is in the file.
@@ -80,13 +69,11 @@ pub(super) struct StoredBlock {
     pub(super) type_of: Type,
     pub(super) data: Arc<[u8]>,
     pub(super) length: u32,
-    /// True if the last field continues in the next block.
-    pub(super) continues: bool,
     /// The beginnings of the fields in use.
     pub(super) used: Vec<u16>,
 }
 
-/// Fields in one block, or a part of a field.
+/// Fields in one block.
 #[derive(Debug)]
 pub(super) struct Piece {
     data: Arc<[u8]>,
@@ -95,36 +82,51 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// Decompresses the block, and calls `each` with the fields.
+    /// Decompresses the block, and calls `each` with the fields, a long one in parts.
     pub(super) fn read(&self, mut each: impl FnMut(&[u8])) -> io::Result<()> {
-        let block = decompress(&self.data, self.length)?;
-        for range in &self.ranges {
-            let part = block.get(range.clone());
-            each(part.ok_or_else(|| io::Error::other("a block is too short"))?);
-        }
-        Ok(())
+        let mut position = 0;
+        decompress(&self.data, self.length, |part| {
+            let end = position + part.len();
+            for range in &self.ranges {
+                let (start, end) = (range.start.max(position), range.end.min(end));
+                if start < end {
+                    each(&part[start - position..end - position]);
+                }
+            }
+            position = end;
+            Ok(())
+        })
     }
 }
 
-/// Decompresses a block of this length.
-pub(super) fn decompress(data: &[u8], length: u32) -> io::Result<Vec<u8>> {
-    let block = Decompressor::new()?.decompress(data, length as usize)?;
-    if block.len() == length as usize {
-        Ok(block)
-    } else {
-        Err(io::Error::other("a block has another length than its header says"))
+/// Decompresses a block of this length, and calls `each` with parts of at most [`BLOCK`] bytes.
+pub(super) fn decompress(
+    data: &[u8],
+    length: u32,
+    mut each: impl FnMut(&[u8]) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut decoder = Decoder::with_buffer(data)?;
+    decoder.window_log_max(WINDOW_LOG)?;
+    let mut left = length as usize;
+    let mut buffer = vec![0; left.min(BLOCK)];
+    while left > 0 {
+        let part = &mut buffer[..left.min(BLOCK)];
+        decoder.read_exact(part)?;
+        each(part)?;
+        left -= part.len();
+    }
+    match decoder.read(&mut [0])? {
+        0 => Ok(()),
+        _ => Err(io::Error::other("a block is longer than its header says")),
     }
 }
 
 /// The resources of all types.
 #[derive(Default)]
 pub(super) struct Store {
-    blocks: Vec<Option<Block>>,
-    free: Vec<u32>,
-    next_number: u64,
+    blocks: BTreeMap<BlockNumber, Block>,
+    next_number: BlockNumber,
     types: BTreeMap<Type, TypeIndex>,
-    /// The compressed bytes of all blocks.
-    compressed: usize,
     /// Exists while blocks are compressed, because it has much memory.
     compressor: Option<Compressor<'static>>,
 }
@@ -134,19 +136,36 @@ struct TypeIndex {
     resources: HashMap<NameDigest, Place>,
     /// The names of removed resources that are not in the file.
     removals: Vec<Place>,
-    open: Option<u32>,
+    open: Option<BlockNumber>,
     /// The open block of resources from other blocks.
-    merged: Option<u32>,
+    merged: Option<BlockNumber>,
+}
+
+impl Block {
+    fn new(type_of: Type, data: Data, is_written: bool) -> Self {
+        Self { type_of, data, length: 0, used: 0, is_written }
+    }
+
+    /// Counts bytes that have been appended, and are in use.
+    fn grow(&mut self, length: usize) {
+        self.length = self.length.saturating_add(length as u32);
+        self.used = self.used.saturating_add(length as u32);
+    }
+
+    /// Returns the bytes in memory.
+    fn memory(&self) -> usize {
+        match &self.data {
+            Data::Open(bytes) => bytes.len(),
+            Data::Long(encoder) => encoder.get_ref().len(),
+            Data::Compressed(data) => data.len(),
+        }
+    }
 }
 
 impl Store {
     /// Returns true if no block is in use.
     pub(super) fn is_empty(&self) -> bool {
-        self.blocks.iter().all(Option::is_none)
-    }
-
-    pub(super) fn has(&self, type_of: Type, name: NameDigest) -> bool {
-        self.get(type_of, name).is_some()
+        self.blocks.is_empty()
     }
 
     pub(super) fn get(&self, type_of: Type, name: NameDigest) -> Option<Place> {
@@ -162,20 +181,14 @@ impl Store {
     /// Returns the memory of blocks and index.
     pub(super) fn memory(&self) -> usize {
         let entries: usize = self.types.values().map(|index| index.resources.len()).sum();
-        let open = self.blocks.iter().flatten().map(|block| match &block.data {
-            Data::Open(bytes) => bytes.len(),
-            Data::Compressed(_) => 0,
-        });
-        self.compressed + open.sum::<usize>() + entries * ENTRY
+        self.blocks.values().map(Block::memory).sum::<usize>() + entries * ENTRY
     }
 
-    /// Returns the compressed bytes of the blocks of each type.
+    /// Returns the bytes of the blocks of each type, which are compressed once they are written.
     pub(super) fn bytes(&self) -> BTreeMap<Type, u64> {
         let mut bytes = BTreeMap::new();
-        for block in self.blocks.iter().flatten() {
-            if let Data::Compressed(data) = &block.data {
-                *bytes.entry(block.type_of).or_default() += data.len() as u64;
-            }
+        for block in self.blocks.values() {
+            *bytes.entry(block.type_of).or_default() += block.memory() as u64;
         }
         bytes
     }
@@ -183,142 +196,122 @@ impl Store {
     /// Appends a field of at most [`BLOCK`] bytes. It is in use until [`Store::release`].
     pub(super) fn append(&mut self, type_of: Type, field: &[u8]) -> Place {
         let open = self.types.entry(type_of).or_default().open;
-        let (block, place) = self.append_to(open, type_of, field, false);
-        self.types.entry(type_of).or_default().open = Some(block);
+        let place = self.append_to(open, type_of, field, false);
+        self.types.entry(type_of).or_default().open = Some(place.block);
         place
     }
 
     /// Appends a field to an open block, or to a new one if there is none or it has no room.
     fn append_to(
         &mut self,
-        open: Option<u32>,
+        open: Option<BlockNumber>,
         type_of: Type,
         field: &[u8],
         is_written: bool,
-    ) -> (u32, Place) {
-        let length = field.len() as u32;
-        if let Some(id) = open
-            && let Some(block) = &mut self.blocks[id as usize]
+    ) -> Place {
+        let number =
+            open.filter(|number| self.has_room(*number, field.len())).unwrap_or_else(|| {
+                self.insert(Block::new(type_of, Data::Open(Vec::new()), is_written))
+            });
+        let mut place = Place { block: number, offset: 0, length: field.len() as u32 };
+        if let Some(block) = self.blocks.get_mut(&number)
             && let Data::Open(bytes) = &mut block.data
         {
-            if bytes.len() + field.len() <= BLOCK {
-                let offset = bytes.len() as u16;
-                bytes.extend_from_slice(field);
-                block.length += length;
-                block.used += length;
-                return (id, Place { block: id, offset, length });
+            place.offset = bytes.len() as u16;
+            bytes.extend_from_slice(field);
+            block.grow(field.len());
+        }
+        place
+    }
+
+    /// Returns true if a field has room in an open block. Otherwise compresses the block.
+    fn has_room(&mut self, number: BlockNumber, length: usize) -> bool {
+        let block = self.blocks.get(&number);
+        let has_room = block.is_some_and(|it| it.length as usize + length <= BLOCK);
+        if !has_room {
+            self.seal(number);
+        }
+        has_room
+    }
+
+    /// Appends bytes to a field that is larger than a block, or begins one. Returns its block.
+    pub(super) fn extend(
+        &mut self,
+        long: Option<BlockNumber>,
+        type_of: Type,
+        bytes: &[u8],
+    ) -> BlockNumber {
+        let number = long.unwrap_or_else(|| {
+            let encoder = Encoder::new(Vec::new(), LEVEL).and_then(|mut encoder| {
+                encoder.set_parameter(CParameter::WindowLog(WINDOW_LOG))?;
+                Ok(encoder)
+            });
+            let data = encoder.map_or_else(|_| Data::Compressed(Arc::default()), Data::Long);
+            self.insert(Block::new(type_of, data, false))
+        });
+        if let Some(block) = self.blocks.get_mut(&number) {
+            block.grow(bytes.len());
+            if let Data::Long(encoder) = &mut block.data
+                && encoder.write_all(bytes).is_err()
+            {
+                block.data = Data::Compressed(Arc::default());
             }
-            self.seal(id);
         }
-        let id = self.insert(Block {
-            type_of,
-            number: 0,
-            data: Data::Open(field.to_vec()),
-            length,
-            used: length,
-            role: Role::Whole,
-            is_written,
-        });
-        (id, Place { block: id, offset: 0, length })
+        number
     }
 
-    /// Appends at most [`BLOCK`] bytes to a long field, or begins one.
-    pub(super) fn extend(&mut self, long: Option<Long>, type_of: Type, bytes: &[u8]) -> Long {
-        let length = bytes.len() as u32;
-        let id = self.insert(Block {
-            type_of,
-            number: 0,
-            data: Data::Open(bytes.to_vec()),
-            length,
-            used: length,
-            role: Role::Part { next: None },
-            is_written: false,
-        });
-        self.seal(id);
-        let Some(long) = long else {
-            return Long { first: id, last: id, length };
-        };
-        if let Some(Block { role: Role::Part { next }, .. }) = &mut self.blocks[long.last as usize]
-        {
-            *next = Some(id);
-        }
-        Long { last: id, length: long.length.saturating_add(length), ..long }
+    /// Ends a field that is larger than a block.
+    pub(super) fn end(&mut self, long: BlockNumber) -> Place {
+        self.seal(long);
+        let length = self.blocks.get(&long).map_or(0, |block| block.length);
+        Place { block: long, offset: 0, length }
     }
 
-    /// Ends a long field.
-    pub(super) fn end(long: Long) -> Place {
-        Place { block: long.first, offset: 0, length: long.length }
-    }
-
-    fn insert(&mut self, block: Block) -> u32 {
-        let block = Some(Block { number: self.next_number, ..block });
+    fn insert(&mut self, block: Block) -> BlockNumber {
+        let number = self.next_number;
         self.next_number += 1;
-        if let Some(id) = self.free.pop() {
-            self.blocks[id as usize] = block;
-            return id;
-        }
-        self.blocks.push(block);
-        self.blocks.len() as u32 - 1
+        self.blocks.insert(number, block);
+        number
     }
 
     /// Compresses a block, or frees it if nothing in it is in use.
-    fn seal(&mut self, id: u32) {
-        let Some(block) = &mut self.blocks[id as usize] else {
+    fn seal(&mut self, number: BlockNumber) {
+        let Some(mut block) = self.blocks.remove(&number) else {
             return;
         };
-        if let Data::Open(bytes) = &mut block.data {
-            if block.used > 0 {
-                let mut compressed = Vec::new();
-                if self.compressor.is_none() {
-                    self.compressor = Compressor::new(LEVEL).ok();
-                }
-                if let Some(compressor) = &mut self.compressor
-                    && let Ok(data) = compressor.compress(bytes)
-                {
-                    compressed = data;
-                }
-                self.compressed += compressed.len();
-                block.data = Data::Compressed(compressed.into());
-            } else {
-                self.blocks[id as usize] = None;
-                self.free.push(id);
+        let data = match block.data {
+            Data::Open(bytes) => {
+                let compressor = self.compressor.take().map_or_else(|| Compressor::new(LEVEL), Ok);
+                compressor.and_then(|it| self.compressor.insert(it).compress(&bytes))
             }
+            Data::Long(encoder) => encoder.finish(),
+            Data::Compressed(_) => return drop(self.blocks.insert(number, block)),
+        };
+        block.data = Data::Compressed(data.unwrap_or_default().into());
+        if let Some(index) = self.types.get_mut(&block.type_of) {
+            index.open.take_if(|open| *open == number);
+            index.merged.take_if(|merged| *merged == number);
         }
-        for index in self.types.values_mut() {
-            index.open.take_if(|open| *open == id);
-            index.merged.take_if(|merged| *merged == id);
+        if block.used > 0 {
+            self.blocks.insert(number, block);
         }
     }
 
     /// Compresses all open blocks.
     pub(super) fn seal_all(&mut self) {
         let open = self.types.values().flat_map(|index| [index.open, index.merged]);
-        for id in Vec::from_iter(open.flatten()) {
-            self.seal(id);
+        for number in Vec::from_iter(open.flatten()) {
+            self.seal(number);
         }
         self.compressor = None;
     }
 
     /// Ends the use of a field. Frees blocks in which nothing is in use.
     pub(super) fn release(&mut self, place: Place) {
-        let mut next = Some((place.block, place.length));
-        while let Some((id, length)) = next.take() {
-            let Some(block) = &mut self.blocks[id as usize] else {
-                return;
-            };
-            block.used = match block.role {
-                Role::Whole => block.used.saturating_sub(length),
-                Role::Part { next: following } => {
-                    next = following.map(|id| (id, 0));
-                    0
-                }
-            };
-            if block.used == 0
-                && let Data::Compressed(data) = &block.data
-            {
-                self.compressed -= data.len();
-                self.blocks[id as usize] = None;
-                self.free.push(id);
+        if let Some(block) = self.blocks.get_mut(&place.block) {
+            block.used = block.used.saturating_sub(place.length);
+            if block.used == 0 && !matches!(block.data, Data::Open(_)) {
+                self.blocks.remove(&place.block);
             }
         }
     }
@@ -354,42 +347,21 @@ impl Store {
     /// Returns the blocks of these fields, in the order of their bytes, adjacent fields at once.
     pub(super) fn pieces(&mut self, mut places: Vec<Place>) -> Vec<Piece> {
         self.seal_all();
-        let number = |place: &Place| {
-            self.blocks[place.block as usize].as_ref().map_or(0, |block| block.number)
-        };
-        places.sort_unstable_by_key(|place| (number(place), place.offset));
-        let (mut pieces, mut last) = (Vec::<Piece>::new(), None);
-        for place in places {
-            let mut next = Some(place.block);
-            while let Some(id) = next.take() {
-                let Some(block) = &self.blocks[id as usize] else {
-                    break;
-                };
-                let Data::Compressed(data) = &block.data else {
-                    break;
-                };
-                let range = match block.role {
-                    Role::Whole => {
-                        let start = usize::from(place.offset);
-                        start..start + place.length as usize
+        places.sort_unstable();
+        let mut pieces = Vec::new();
+        for fields in places.chunk_by(|a, b| a.block == b.block) {
+            let block = fields.first().and_then(|place| self.blocks.get(&place.block));
+            if let Some(Block { data: Data::Compressed(data), length, .. }) = block {
+                let mut ranges = Vec::<Range<usize>>::new();
+                for Place { offset, length, .. } in fields {
+                    let start = usize::from(*offset);
+                    let end = start + *length as usize;
+                    match ranges.last_mut() {
+                        Some(before) if before.end == start => before.end = end,
+                        _ => ranges.push(start..end),
                     }
-                    Role::Part { next: following } => {
-                        next = following;
-                        0..block.length as usize
-                    }
-                };
-                match pieces.last_mut().filter(|_| last == Some(id)) {
-                    Some(Piece { ranges, .. }) => match ranges.last_mut() {
-                        Some(before) if before.end == range.start => before.end = range.end,
-                        _ => ranges.push(range),
-                    },
-                    None => pieces.push(Piece {
-                        data: data.clone(),
-                        length: block.length,
-                        ranges: vec![range],
-                    }),
                 }
-                last = Some(id);
+                pieces.push(Piece { data: data.clone(), length: *length, ranges });
             }
         }
         pieces
@@ -403,38 +375,36 @@ impl Store {
     /// Merges a block of which less than half is in use into another one, if there are several of its type. Returns true
     /// if there is more to merge. Blocks that are not in the file stay.
     pub(super) fn compact(&mut self) -> io::Result<bool> {
-        let mut sparse = BTreeMap::<Type, Vec<u32>>::new();
-        for (id, block) in self.blocks.iter().enumerate() {
-            if let Some(block) = block
-                && block.is_written
-                && block.role == Role::Whole
-                && matches!(block.data, Data::Compressed(_))
-                && (block.used as usize) < BLOCK / 2
-            {
-                sparse.entry(block.type_of).or_default().push(id as u32);
+        let mut sparse = BTreeMap::<Type, Vec<BlockNumber>>::new();
+        for (number, block) in &self.blocks {
+            let is_sparse = (block.used as usize) < BLOCK / 2;
+            if block.is_written && is_sparse && matches!(block.data, Data::Compressed(_)) {
+                sparse.entry(block.type_of).or_default().push(*number);
             }
         }
         let is_merging = |type_of| self.types.get(type_of).is_some_and(|it| it.merged.is_some());
-        let found =
-            sparse.iter().find(|(type_of, ids)| ids.len() >= MIN_MERGED || is_merging(type_of));
-        let Some((type_of, id)) = found.and_then(|(it, ids)| Some((*it, *ids.first()?))) else {
+        let found = sparse.iter().find(|(it, all)| all.len() >= MIN_MERGED || is_merging(it));
+        let Some((type_of, number)) = found.and_then(|(it, all)| Some((*it, *all.first()?))) else {
             return Ok(false);
         };
-        let index = self.types.entry(type_of).or_default();
-        let moved = index.resources.iter().filter(|(_, place)| place.block == id);
-        let moved: Vec<_> = moved.map(|(name, place)| (*name, *place)).collect();
-        let Some(Block { data: Data::Compressed(data), length, .. }) = &self.blocks[id as usize]
+        let Some(Block { data: Data::Compressed(data), length, .. }) = self.blocks.get(&number)
         else {
             return Ok(false);
         };
-        let bytes = decompress(data, *length)?;
-        for (name, place) in moved {
+        let mut bytes = Vec::new();
+        decompress(data, *length, |part| {
+            bytes.extend_from_slice(part);
+            Ok(())
+        })?;
+        let resources = self.types.get(&type_of).into_iter().flat_map(|index| &index.resources);
+        let moved = resources.filter(|(_, place)| place.block == number);
+        for (name, place) in Vec::from_iter(moved.map(|(name, place)| (*name, *place))) {
             let start = usize::from(place.offset);
             let field = bytes.get(start..start + place.length as usize);
             let field = field.ok_or_else(|| io::Error::other("a block is too short"))?;
             let merged = self.types.get(&type_of).and_then(|index| index.merged);
-            let (block, place) = self.append_to(merged, type_of, field, true);
-            self.types.entry(type_of).or_default().merged = Some(block);
+            let place = self.append_to(merged, type_of, field, true);
+            self.types.entry(type_of).or_default().merged = Some(place.block);
             self.set(type_of, name, place);
         }
         Ok(true)
@@ -447,46 +417,25 @@ impl Store {
         if all {
             self.release_removals();
         }
-        let mut used = HashMap::<u32, (Vec<u16>, u32)>::new();
-        for index in self.types.values() {
-            for place in index.resources.values().chain(&index.removals) {
-                let is_written =
-                    self.blocks[place.block as usize].as_ref().is_none_or(|it| it.is_written);
-                if all || !is_written {
-                    let (starts, length) = used.entry(place.block).or_default();
-                    starts.push(place.offset);
-                    *length += place.length;
-                }
+        let indexes = self.types.values();
+        let places = indexes.flat_map(|index| index.resources.values().chain(&index.removals));
+        let mut used = BTreeMap::<BlockNumber, (Vec<u16>, u32)>::new();
+        for place in places {
+            if all || self.blocks.get(&place.block).is_some_and(|block| !block.is_written) {
+                let (starts, length) = used.entry(place.block).or_default();
+                starts.push(place.offset);
+                *length += place.length;
             }
         }
-        let mut firsts: Vec<_> = used.into_iter().collect();
-        firsts.sort_unstable_by_key(|(id, _)| {
-            self.blocks[*id as usize].as_ref().map_or(0, |block| block.number)
-        });
         let mut taken = Vec::new();
-        for (first, (mut starts, length)) in firsts {
-            starts.sort_unstable();
-            let mut next = Some(first);
-            while let Some(id) = next.take() {
-                let Some(block) = &mut self.blocks[id as usize] else {
-                    break;
-                };
-                block.is_written = match block.role {
-                    Role::Whole => block.used == length,
-                    Role::Part { next: following } => {
-                        next = following;
-                        true
-                    }
-                };
-                if let Data::Compressed(data) = &block.data {
-                    taken.push(StoredBlock {
-                        type_of: block.type_of,
-                        data: data.clone(),
-                        length: block.length,
-                        continues: next.is_some(),
-                        used: std::mem::take(&mut starts),
-                    });
-                }
+        for (number, (mut used, length)) in used {
+            if let Some(block) = self.blocks.get_mut(&number)
+                && let Data::Compressed(data) = &block.data
+            {
+                used.sort_unstable();
+                block.is_written = block.used == length;
+                let (type_of, length, data) = (block.type_of, block.length, data.clone());
+                taken.push(StoredBlock { type_of, data, length, used });
             }
         }
         self.release_removals();
@@ -500,70 +449,42 @@ impl Store {
         }
     }
 
-    /// Adds blocks of a file: one with whole fields, or all of a long field. `fields` are the resources in use, and the
-    /// removed ones (None), in the order of their bytes.
-    pub(super) fn add_blocks(
+    /// Adds a block of a file. `fields` are the resources in use, and the removed ones (None).
+    pub(super) fn add_block(
         &mut self,
-        blocks: Vec<StoredBlock>,
+        stored: StoredBlock,
         fields: Vec<(NameDigest, Option<Range<u64>>)>,
     ) {
-        let is_long = blocks.len() > 1 || blocks.first().is_some_and(|block| block.continues);
-        let (mut first, mut last, mut type_of) = (None, None::<u32>, None);
-        for stored in blocks {
-            self.compressed += stored.data.len();
-            let role = if is_long { Role::Part { next: None } } else { Role::Whole };
-            type_of = Some(stored.type_of);
-            let id = self.insert(Block {
-                type_of: stored.type_of,
-                number: 0,
-                data: Data::Compressed(stored.data),
-                length: stored.length,
-                used: if is_long { stored.length } else { 0 },
-                role,
-                is_written: true,
-            });
-            if let Some(last) = last
-                && let Some(Block { role: Role::Part { next }, .. }) =
-                    &mut self.blocks[last as usize]
-            {
-                *next = Some(id);
-            }
-            (first, last) = (first.or(Some(id)), Some(id));
+        let mut block = Block::new(stored.type_of, Data::Compressed(stored.data), true);
+        let number = self.next_number;
+        block.length = stored.length;
+        block.used = fields.iter().flat_map(|(_, range)| range).map(length).sum();
+        if block.used > 0 {
+            self.insert(block);
         }
-        let (Some(first), Some(type_of)) = (first, type_of) else {
-            return;
-        };
-        let length = |range: &Range<u64>| (range.end - range.start) as u32;
-        if let (false, Some(block)) = (is_long, &mut self.blocks[first as usize]) {
-            block.used = fields.iter().filter_map(|(_, range)| range.as_ref()).map(length).sum();
-        }
-        let mut is_used = false;
         for (name, range) in fields {
             let place = range.map(|range| Place {
-                block: first,
+                block: number,
                 offset: range.start as u16,
                 length: length(&range),
             });
-            is_used |= place.is_some();
-            let resources = &mut self.types.entry(type_of).or_default().resources;
+            let resources = &mut self.types.entry(stored.type_of).or_default().resources;
             let before = match place {
                 Some(place) => resources.insert(name, place),
                 None => resources.remove(&name),
             };
-            self.release_all(before);
-        }
-        if !is_used {
-            self.release(Place { block: first, offset: 0, length: 0 });
+            before.into_iter().for_each(|place| self.release(place));
         }
     }
+}
 
-    fn release_all(&mut self, places: impl IntoIterator<Item = Place>) {
-        places.into_iter().for_each(|place| self.release(place));
-    }
+/// Returns the length of a field in a block.
+fn length(range: &Range<u64>) -> u32 {
+    (range.end - range.start) as u32
 }
 
 impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Store").field("compressed", &self.compressed).finish_non_exhaustive()
+        f.debug_struct("Store").field("blocks", &self.blocks.len()).finish_non_exhaustive()
     }
 }

@@ -13,6 +13,7 @@ use envoy_types::pb::envoy::service::discovery::v3::{
 use http::Method;
 use istio_agent::xds::Protocol;
 use prost::Message as _;
+use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::time::Instant;
@@ -457,8 +458,8 @@ async fn without_the_setting_a_new_envoy_waits_for_the_control_plane_and_nothing
     eventually("an answer", async || get(port).await.ok()).await;
 }
 
-/// Returns 300 clusters of 4 kB, a listener and routes, each with this version, which Envoy's configuration dump shows.
-fn of_version(version: usize, ports: [u16; 2]) -> Vec<Value> {
+/// Returns clusters of 4 kB, a listener and routes, each with this version, which Envoy's configuration dump shows.
+fn of_version(version: usize, clusters: usize, ports: [u16; 2]) -> Vec<Value> {
     let versioned = |mut resource: Value| {
         resource["metadata"] = json!({ "filter_metadata": { "version": { "is": version } } });
         resource
@@ -474,7 +475,7 @@ fn of_version(version: usize, ports: [u16; 2]) -> Vec<Value> {
         filler
     };
     let [own, routed] = ports;
-    let mut all: Vec<_> = (0..300).map(filler).collect();
+    let mut all: Vec<_> = (0..clusters).map(filler).collect();
     all.extend([
         versioned(answering("own", own)),
         versioned(listener("routed", routed, "all")),
@@ -510,14 +511,14 @@ async fn after_a_kill_while_configuration_changes_envoy_serves_what_was_in_force
     let Some(binary) = envoy_binary() else { return };
     let ports = [free_port(), free_port()];
     let mut version = 0;
-    let mut control_plane = ControlPlane::of(&of_version(version, ports)).await;
+    let mut control_plane = ControlPlane::of(&of_version(version, 300, ports)).await;
     let mut workload = workload_with(&binary, &control_plane, "1s").await;
     wait_until_stored(&workload.pod, &["Listener", "Cluster", "RouteConfiguration"]).await;
     for _ in 0..kills() {
         let changes = async {
             loop {
                 version += 1;
-                control_plane.set(&of_version(version, ports)).await;
+                control_plane.set(&of_version(version, 300, ports)).await;
                 tokio::time::sleep(Duration::from_millis(fastrand::u64(..200))).await;
             }
         };
@@ -541,4 +542,39 @@ async fn after_a_kill_while_configuration_changes_envoy_serves_what_was_in_force
         })
         .await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_istiod_changes_500_times_while_envoy_is_stopped_is_served_after_a_restart() {
+    let Some(binary) = envoy_binary() else { return };
+    let ports = [free_port(), free_port()];
+    let control_plane = ControlPlane::of(&of_version(0, 3, ports)).await;
+    let mut workload = workload_with(&binary, &control_plane, "1s").await;
+    wait_until_stored(&workload.pod, &["Listener", "Cluster", "RouteConfiguration"]).await;
+    let envoy = workload.pod.envoy_pid().unwrap();
+    kill_process(envoy, Signal::STOP).unwrap();
+    let stopped = Instant::now();
+    let mut pace = tokio::time::interval(Duration::from_millis(20));
+    for version in 1..=500 {
+        pace.tick().await;
+        control_plane.set(&of_version(version, 3, ports)).await;
+    }
+    assert!(stopped.elapsed() >= Duration::from_secs(9));
+    kill_process(envoy, Signal::CONT).unwrap();
+    let last = [500].into();
+    let pod = &mut workload.pod;
+    eventually("the last version", async || {
+        (versions(pod).await.iter().all(|it| *it == last)).then_some(())
+    })
+    .await;
+    let log = pod.agent.log();
+    for text in ["not stored", "stored configuration is"] {
+        assert!(!log.contains(text), "{log}");
+    }
+    let _dead = control_plane.kill().await;
+    pod.agent.terminate();
+    pod.agent.end().await;
+    pod.restart(&[]);
+    eventually("an answer", async || get(ports[0]).await.ok()).await;
+    assert!(versions(pod).await.iter().all(|it| *it == last));
 }

@@ -54,3 +54,44 @@ async fn blocks_do_not_pile_up_while_resources_change_and_the_file_stays_small()
     assert!(pod.stored(Type::CLUSTER) == all);
     assert!(in_file(parent.path()) == all);
 }
+
+#[tokio::test(start_paused = true)]
+async fn an_hour_with_a_changed_endpoint_each_second_writes_at_most_4_mb() {
+    // Ten endpoints, with the strings that repeat in those of istiod.
+    let assignment = || {
+        let endpoint = || {
+            let address = fastrand::u32(0..1 << 24);
+            let [_, a, b, c] = address.to_be_bytes();
+            format!(
+                "10.{a}.{b}.{c} 8080 tls istio security.istio.io/tlsMode workload checkout-{address:x} \
+                 payments Kubernetes region/zone-a topology.istio.io/network HEALTHY"
+            )
+        };
+        std::iter::repeat_with(endpoint).take(10).collect::<String>()
+    };
+    for count in [3_000, 10_000] {
+        let parent = tempfile::tempdir().unwrap();
+        let mut pod = Pod::start(parent.path());
+        let name = |number| format!("outbound|80||service-{number}.namespace.svc.cluster.local");
+        let all = (0..count).map(|number| (name(number), assignment()));
+        pod.accept_first(&Resources::new());
+        pod.subscribe(Type::ENDPOINTS, &[]);
+        pod.accept(Type::ENDPOINTS, "first", &all.collect(), &[]);
+        assert!(pod.write());
+        let length = || parent.path().join(DIRECTORY).join(FILE).metadata().unwrap().len();
+        let (mut written, mut before) = (0, length());
+        for second in 0..3600 {
+            advance(Duration::from_secs(1)).await;
+            let changed = [(name(fastrand::usize(..count)), assignment())].into();
+            pod.accept(Type::ENDPOINTS, &second.to_string(), &changed, &[]);
+            let due = pod.ledger.0.state.lock().write_due();
+            if due.is_some_and(|due| due.elapsed() > Duration::ZERO) && pod.write() {
+                let after = length();
+                // A file that has become shorter was written as a whole.
+                written += after.checked_sub(before).unwrap_or(after);
+                before = after;
+            }
+        }
+        assert!(written > 0 && written <= 4_000_000, "{count}: {written}");
+    }
+}
