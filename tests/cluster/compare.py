@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -25,17 +26,26 @@ from programs import ISTIODS, programs
 from world import GO, ISTIOD, OURS, Failed, Load, Skipped
 
 AGENTS = (GO, OURS)
+# A pod of istio-agent that stores no configuration.
+UNSTORED = "unstored"
 HOSTS = 3000
+# The hosts of a ServiceEntry.
+GROUP = 10
+WORDS = """account audit billing cart catalog checkout customer delivery discount email export fraud gateway identity image
+    import inventory invoice ledger login mail message order partner payment pricing profile promotion quote rating refund
+    report return review risk search session settings shipping stock storage subscription supplier tax ticket token tracking
+    user voucher wallet warehouse""".split()
 TOKEN_EXPIRED_FOR = 20
 # pilot-agent backs off for up to 10 s or more, so its recovery depends on the length of the outage.
 OUTAGES = [20 + 40 * number / 9 for number in range(10)]
 CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
 DISCOVERY = "istiod.istio-system.svc"
-HEADINGS = {"memory": "Memory", "processor": "Processor time", "start": "Start, outside a pod",
+HEADINGS = {"memory": "Memory", "processor": "Processor time", "disk": "Disk", "start": "Start, outside a pod",
             "istiod": "istiod", "faults": "Faults", "cases": "Failed requests in each case"}
 NOTES = {
     "memory": "The working set is the memory that the kubelet charges to the sidecar container, Envoy included. Private memory "
-              "excludes pages that a process shares with other processes of the node, such as the pages of its program file.",
+              "excludes pages that a process shares with other processes of the node, such as the pages of its program file. "
+              "Hosts have different names, and ten endpoints each.",
     "start": "Inside a pod, the kubelet's probes decide when the pod is ready; they run once a second.",
     "istiod": f"istiod was unreachable {len(OUTAGES)} times, for {OUTAGES[0]:.0f} to {OUTAGES[-1]:.0f} s plus the time that its own start takes. "
               "Both agents saw the same outages.",
@@ -214,6 +224,7 @@ once. A difference of less than 10 % counts as equal.
         pods = {}
         for agent in AGENTS:
             self.world.deploy(f"measured-{agent}", agent, annotations=cases.USUAL)
+        self.world.deploy(f"measured-{UNSTORED}", OURS, annotations=cases.USUAL | cases.config(ISTIO_AGENT_KEEP_CONFIG=""))
         for agent in AGENTS:
             self.world.rolled_out(f"measured-{agent}")
             pods[agent] = Pod(self.world, self.world.pods(f"measured-{agent}")[0])
@@ -227,19 +238,7 @@ once. A difference of less than 10 % counts as equal.
                 time.sleep(20)
         self.memory("after load", pods)
         self.outages(pods)
-        self.hosts(0, HOSTS, 80)
-        for agent in AGENTS:
-            self.world.until("the hosts are known", lambda: pods[agent].knows(f"host-{HOSTS - 1}.test"))
-        time.sleep(20)
-        self.memory(f"with {HOSTS:,} ServiceEntry hosts", pods)
-        before = self.processors(pods)
-        for number in range(30):
-            self.hosts(0, 1000, 81 + number)
-            time.sleep(1)
-        after = self.processors(pods)
-        self.page.figures("processor", f"30 changes of 1,000 of {HOSTS:,} hosts each", "ms", {
-            agent: [after[agent] - before[agent]] for agent in AGENTS})
-        self.memory("after those changes", pods)
+        self.changes(pods)
         crashed = {}
         for agent in AGENTS:
             with Load(self.world, f"http://measured-{agent}:8080/", cases.CLIENTS[0]) as load:
@@ -248,7 +247,43 @@ once. A difference of less than 10 % counts as equal.
             told = load.told[cases.CLIENTS[0]]
             crashed[agent] = f"no service for {told['seconds']:.1f} s, {len(told['failed'])} of {told['sent']} requests failed"
         self.page.text("faults", "Envoy killed in a pod, under load", crashed)
-        self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in AGENTS))
+        self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in (*AGENTS, UNSTORED)))
+
+    def changes(self, pods):
+        """Measures three pods, one of them without stored configuration, with more and more hosts, and while hosts change."""
+        self.world.rolled_out(f"measured-{UNSTORED}")
+        everyone = pods | {UNSTORED: Pod(self.world, self.world.pods(f"measured-{UNSTORED}")[0])}
+        for count in (1000, HOSTS):
+            self.know_hosts(count, everyone)
+            self.memory(f"with {count:,} ServiceEntry hosts", everyone)
+        before, written = self.processors(everyone), {name: pod.written() for name, pod in everyone.items()}
+        with Most(everyone) as most:
+            for number in range(30):
+                self.hosts(0, 1000, 81 + number)
+                time.sleep(1)
+            time.sleep(10)
+        spent = {name: used - before[name] for name, used in self.processors(everyone).items()}
+        what = f"30 changes of 1,000 of {HOSTS:,} hosts"
+        self.figures("processor", what, "ms", spent)
+        self.page.figures("disk", f"written by the agent during {what}", "MB", {
+            agent: [pods[agent].written() - written[agent]] for agent in AGENTS})
+        self.figures("memory", f"private memory of the agent at most during {what}", "MB", most.of)
+        self.memory("after those changes", everyone)
+        self.know_hosts(10_000, everyone)
+        self.memory("with 10,000 ServiceEntry hosts", everyone)
+        self.delete_hosts(HOSTS, 10_000)
+
+    def figures(self, heading, what, unit, of):
+        """Adds a row, and a second one for the pod without stored configuration."""
+        self.page.figures(heading, what, unit, {agent: [of[agent]] for agent in AGENTS})
+        if UNSTORED in of:
+            self.page.figures(heading, f"{what}, istio-agent without stored configuration", unit, {GO: [of[GO]], OURS: [of[UNSTORED]]})
+
+    def know_hosts(self, count, pods):
+        self.hosts(0, count, 80)
+        for pod in pods.values():
+            self.world.until("the hosts are known", lambda: pod.knows(host(count - 1)), 180)
+        time.sleep(20)
 
     def memory(self, when, pods):
         time.sleep(15)
@@ -258,10 +293,10 @@ once. A difference of less than 10 % counts as equal.
                 for pod in summary for container in pod["containers"] if container["name"] == "istio-proxy"}
         self.page.figures("memory", f"working set {when}", "MB", {agent: [held[pods[agent].name]] for agent in AGENTS})
         for what, program in (("the agent", "pilot-agent"), ("its Envoy", "envoy")):
-            self.page.figures("memory", f"private memory of {what} {when}", "MB", {agent: [pods[agent].private(program)] for agent in AGENTS})
+            self.figures("memory", f"private memory of {what} {when}", "MB", {name: pod.private(program) for name, pod in pods.items()})
 
     def processors(self, pods):
-        return {agent: pods[agent].used() for agent in AGENTS}
+        return {name: pod.used() for name, pod in pods.items()}
 
     def used(self, pods, seconds):
         before = self.processors(pods)
@@ -270,11 +305,16 @@ once. A difference of less than 10 % counts as equal.
         return {agent: [after[agent] - before[agent]] for agent in AGENTS}
 
     def hosts(self, first, last, port):
-        """Creates or changes ServiceEntries of 250 hosts each."""
-        self.world.apply(*({"apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry", "metadata": {"name": f"hosts-{number}"}, "spec": {
-            "hosts": [f"host-{one}.test" for one in range(number, number + 250)], "addresses": [f"240.0.1.{1 + number // 250}"],
-            "ports": [{"name": "http", "number": port, "protocol": "HTTP"}], "resolution": "STATIC",
-            "endpoints": [{"address": "10.99.0.1"}]}} for number in range(first, last, 250)))
+        """Creates or changes ServiceEntries, each with ten hosts that have ten endpoints."""
+        # One call of kubectl has at most 3 minutes.
+        for begin in range(first, last, 2000):
+            self.world.apply(*({"apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry", "metadata": {"name": f"hosts-{number}"}, "spec": {
+                "hosts": [host(one) for one in range(number, number + GROUP)], "addresses": [f"240.0.{1 + number // 1000}.{1 + number % 1000 // GROUP}"],
+                "ports": [{"name": "http", "number": port, "protocol": "HTTP"}], "resolution": "STATIC",
+                "endpoints": [{"address": address} for address in addresses(number)]}} for number in range(begin, min(begin + 2000, last), GROUP)))
+
+    def delete_hosts(self, first, last):
+        self.world.kubectl("delete", "serviceentry", *(f"hosts-{number}" for number in range(first, last, GROUP)))
 
     def outages(self, pods):
         dials, flows = ({agent: [] for agent in AGENTS} for _ in range(2))
@@ -309,13 +349,13 @@ once. A difference of less than 10 % counts as equal.
     def names(self):
         """Queries names of the name table, from agents outside a pod."""
         with tempfile.NamedTemporaryFile("w") as questions:
-            questions.writelines(f"host-{number}.test A\n" for number in range(HOSTS))
+            questions.writelines(f"{host(number)} A\n" for number in range(HOSTS))
             questions.flush()
 
             def measure(agent):
                 with Alone(self, agent, ISTIO_META_DNS_CAPTURE="true", DNS_PROXY_ADDR="127.0.0.1:15053") as alone:
                     alone.until(ready)
-                    alone.until(lambda: "240.0.1" in run("dig", "+short", "+tries=1", "@127.0.0.1", "-p", "15053", f"host-{HOSTS - 1}.test"))
+                    alone.until(lambda: "240.0." in run("dig", "+short", "+tries=1", "@127.0.0.1", "-p", "15053", host(HOSTS - 1)))
                     before = used(alone.process.pid)
                     told = run("dnsperf", "-s", "127.0.0.1", "-p", "15053", "-d", questions.name, "-l", "5")
                     spent = used(alone.process.pid) - before
@@ -384,6 +424,40 @@ once. A difference of less than 10 % counts as equal.
                 self.page.text("cases", claim.__name__.replace("_", " "), {agent: text.replace("|", "\\|").replace("\n", " ") for agent, text in told.items()})
 
 
+class Most:
+    """Samples the private memory of the agents in pods, and stores the highest value of each."""
+
+    def __init__(self, pods):
+        self.pods, self.of, self.done = pods, dict.fromkeys(pods, 0), threading.Event()
+        self.thread = threading.Thread(target=self.sample)
+
+    def sample(self):
+        processes = {name: pathlib.Path(f"/proc/{pod.process()}") for name, pod in self.pods.items()}
+        while not self.done.wait(0.05):
+            for name, process in processes.items():
+                self.of[name] = max(self.of[name], private(process))
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+
+
+def host(number):
+    """Returns a host's name, which has words as names in real meshes have."""
+    words = random.Random(number)
+    return f"{words.choice(WORDS)}-{words.choice(WORDS)}-{number}.{words.choice(WORDS)}.example"
+
+
+def addresses(number):
+    """Returns ten addresses of endpoints."""
+    chosen = random.Random(-number - 1)
+    return [f"10.{chosen.randrange(100, 200)}.{chosen.randrange(256)}.{chosen.randrange(1, 255)}" for _ in range(10)]
+
+
 def private(process):
     """Returns the private memory of a process, in MB."""
     maps = (process / "smaps_rollup").read_text()
@@ -405,6 +479,11 @@ class Pod:
 
     def used(self):
         return used(self.process())
+
+    def written(self):
+        """Returns the bytes that the agent has written to disks, in MB."""
+        counted = pathlib.Path(f"/proc/{self.process()}/io").read_text()
+        return int(re.search(r"^write_bytes: (\d+)", counted, re.MULTILINE)[1]) / 1e6
 
     def connections(self):
         """Returns the number of established connections to port 15012, which is 3AA4 in hexadecimal."""
