@@ -89,9 +89,8 @@ struct Passing {
 struct FieldReader {
     type_of: Type,
     walker: Walker,
-    /// The bytes of the field that has not ended, without those in `long`, and their place in the message.
+    /// The bytes of the field that has not ended, without those in `long`.
     partial: Vec<u8>,
-    partial_start: u64,
     /// The beginning of the field that has not ended, if it is larger than a block, and its block.
     long: Option<(u64, BlockNumber)>,
     fields: Vec<Field>,
@@ -103,7 +102,6 @@ impl FieldReader {
             type_of,
             walker: Walker::finder(length),
             partial: Vec::new(),
-            partial_start: 0,
             long: None,
             fields: Vec::new(),
         }
@@ -111,14 +109,19 @@ impl FieldReader {
 
     /// Takes the next bytes of the message.
     fn read(&mut self, store: &mut Store, bytes: &[u8]) -> Result<(), Malformed> {
+        let begin = self.walker.position();
         let mut ended = Vec::new();
         self.walker.find(bytes, |field| ended.push(field))?;
-        self.partial.extend_from_slice(bytes);
+        let offset = |position: u64| position.saturating_sub(begin) as usize;
         for ResourceField { name, range, is_removed } in ended {
             let long = self.take_long(store, range.start);
-            let [start, end] = [range.start, range.end]
-                .map(|position| position.saturating_sub(self.partial_start) as usize);
-            let rest = &self.partial[start..end];
+            let part = &bytes[offset(range.start)..offset(range.end)];
+            let rest = if range.start < begin {
+                self.partial.extend_from_slice(part);
+                &self.partial
+            } else {
+                part
+            };
             let place = if long.is_none() && rest.len() <= BLOCK {
                 store.append(self.type_of, rest)
             } else {
@@ -129,12 +132,14 @@ impl FieldReader {
         }
         let start = self.walker.field_start();
         let long = self.take_long(store, start);
-        self.partial.drain(..start.saturating_sub(self.partial_start) as usize);
+        if start >= begin {
+            self.partial.clear();
+        }
+        self.partial.extend_from_slice(&bytes[offset(start)..]);
         if long.is_some() || self.partial.len() > BLOCK {
             self.long = Some((start, store.extend(long, self.type_of, &self.partial)));
-            self.partial = Vec::new();
+            self.partial.clear();
         }
-        self.partial_start = self.walker.position() - self.partial.len() as u64;
         Ok(())
     }
 
@@ -306,14 +311,12 @@ impl Recorder {
             state.answer(pid, type_of, &request.nonce, request.rejection.as_deref());
         }
         if is_first {
-            let entries = subscription.initial_resource_versions.into_iter();
-            let names = entries.flat_map(InitialResource::decode);
+            let entries = subscription.initial_resource_versions.iter();
+            let names = entries.cloned().flat_map(InitialResource::decode);
             let initial = names.map(|it| NameDigest::of(&it.name)).collect();
             state.begin_type(pid, type_of, initial);
         }
-        let [added, removed] = [&subscription.names, &subscription.unsubscribed]
-            .map(|names| names.iter().map(|name| NameDigest::of(name)));
-        state.view(pid).change_subscription(type_of, added, removed);
+        state.change_subscription(pid, type_of, &subscription);
         state.end_after_nack(pid, type_of);
         let it = state.view(pid).of(type_of);
         let (asks_envoy, awaits_answers) = (it.asks_envoy, !it.unanswered.is_empty());

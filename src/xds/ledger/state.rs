@@ -14,8 +14,8 @@ use super::store::{Piece, Place, Store};
 use super::view::{Field, Response, View};
 use super::{BY_NAME, NEEDED, OTHER_NODE, StoredResource, Type, unix_now, unix_rfc3339};
 use crate::runtime::clock::{after, later};
-use crate::xds::request::shortened;
-use crate::xds::wire::NameDigest;
+use crate::xds::request::{Subscription, shortened};
+use crate::xds::wire::{self, NameDigest};
 
 /// The time in which changes are collected before they are written.
 const DELAY: Duration = Duration::from_secs(5);
@@ -220,6 +220,34 @@ impl State {
         it.accepted = initial;
     }
 
+    /// Takes the names that Envoy subscribes to and unsubscribes from. istiod does not say that it has removed a resource
+    /// without a subscription, so the newest Envoy's unsubscriptions remove resources.
+    pub(super) fn change_subscription(
+        &mut self,
+        pid: i32,
+        type_of: Type,
+        subscription: &Subscription,
+    ) {
+        if !BY_NAME.contains(&type_of) {
+            return;
+        }
+        let [added, removed] = [&subscription.names, &subscription.unsubscribed]
+            .map(|names| names.iter().map(|name| NameDigest::of(name)));
+        self.view(pid).change_subscription(type_of, added, removed.clone());
+        if !self.is_newest(pid) {
+            return;
+        }
+        for (digest, name) in removed.zip(&subscription.unsubscribed) {
+            if self.store.get(type_of, digest).is_some() {
+                let mut field = Vec::new();
+                prost::encoding::bytes::encode(wire::REMOVED, name, &mut field);
+                let place = self.store.append(type_of, &field);
+                self.store.remove(type_of, digest, place);
+                self.mark_dirty();
+            }
+        }
+    }
+
     /// Adds a complete response. Returns false if configuration has become too large.
     pub(super) fn complete(&mut self, pid: i32, type_of: Type, response: Response) -> bool {
         let view = self.view(pid);
@@ -287,8 +315,12 @@ impl State {
                 self.release([field.place]);
                 continue;
             }
-            it.accept(field);
-            if is_superseded {
+            // Envoy also acknowledges resources that it no longer subscribes to, and does not have them.
+            let is_wanted = field.is_removed || it.wants(type_of, field.name);
+            if is_wanted {
+                it.accept(field);
+            }
+            if is_superseded || !is_wanted {
                 self.release([field.place]);
             } else if field.is_removed {
                 self.store.remove(type_of, field.name, field.place);

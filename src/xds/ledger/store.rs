@@ -129,6 +129,8 @@ pub(super) struct Store {
     types: BTreeMap<Type, TypeIndex>,
     /// Exists while blocks are compressed, because it has much memory.
     compressor: Option<Compressor<'static>>,
+    /// The memory of the last open block.
+    spare: Vec<u8>,
 }
 
 #[derive(Debug, Default)]
@@ -211,7 +213,8 @@ impl Store {
     ) -> Place {
         let number =
             open.filter(|number| self.has_room(*number, field.len())).unwrap_or_else(|| {
-                self.insert(Block::new(type_of, Data::Open(Vec::new()), is_written))
+                let bytes = std::mem::take(&mut self.spare);
+                self.insert(Block::new(type_of, Data::Open(bytes), is_written))
             });
         let mut place = Place { block: number, offset: 0, length: field.len() as u32 };
         if let Some(block) = self.blocks.get_mut(&number)
@@ -280,9 +283,12 @@ impl Store {
             return;
         };
         let data = match block.data {
-            Data::Open(bytes) => {
+            Data::Open(mut bytes) => {
                 let compressor = self.compressor.take().map_or_else(|| Compressor::new(LEVEL), Ok);
-                compressor.and_then(|it| self.compressor.insert(it).compress(&bytes))
+                let data = compressor.and_then(|it| self.compressor.insert(it).compress(&bytes));
+                bytes.clear();
+                self.spare = bytes;
+                data
             }
             Data::Long(encoder) => encoder.finish(),
             Data::Compressed(_) => return drop(self.blocks.insert(number, block)),
@@ -303,7 +309,7 @@ impl Store {
         for number in Vec::from_iter(open.flatten()) {
             self.seal(number);
         }
-        self.compressor = None;
+        (self.compressor, self.spare) = (None, Vec::new());
     }
 
     /// Ends the use of a field. Frees blocks in which nothing is in use.

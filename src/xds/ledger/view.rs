@@ -237,16 +237,13 @@ impl View {
         due
     }
 
-    /// Takes the names that Envoy subscribes to and unsubscribes from.
+    /// Takes the names of a type in [`BY_NAME`] that Envoy subscribes to and unsubscribes from.
     pub(super) fn change_subscription(
         &mut self,
         type_of: Type,
         added: impl Iterator<Item = NameDigest>,
         removed: impl Iterator<Item = NameDigest>,
     ) {
-        if !BY_NAME.contains(&type_of) {
-            return;
-        }
         let needs_stored = self.has_sent_stored;
         let it = self.of(type_of);
         for name in removed {
@@ -315,6 +312,15 @@ impl TypeView {
             response = merged;
         }
         (Some(response), unused)
+    }
+
+    /// Returns true if Envoy subscribes to a resource.
+    pub(super) fn wants(&self, type_of: Type, name: NameDigest) -> bool {
+        !BY_NAME.contains(&type_of)
+            || self.accepted.contains(&name)
+            || self.waiting.contains_key(&name)
+            || self.rejected.contains_key(&name)
+            || self.lacking.contains(&name)
     }
 
     /// Resources that Envoy has accepted, or that istiod has removed, are no longer awaited or rejected.

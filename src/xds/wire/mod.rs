@@ -18,6 +18,9 @@ use super::Protocol;
 /// The longest string that is read, in bytes. No control plane sends a longer type URL or nonce.
 const MAX_STRING: u64 = 16 * 1024;
 
+/// The number of the field of a delta response that has the name of a removed resource.
+pub(super) const REMOVED: u32 = 6;
+
 /// The most bytes of a field's tag and the length or number after it: two varints.
 const MAX_HEADER: usize = 20;
 
@@ -216,7 +219,7 @@ impl Walker {
     fn begin_value(&mut self, number: u32, length: u64, end: u64) -> Result<Step, Malformed> {
         let (fields, finds_names) = (&mut self.fields, self.name_hasher.is_some());
         let has_type = fields.resource_type.is_some();
-        if (self.protocol, self.nested_ends.len(), number) == (Protocol::Delta, 0, 6) {
+        if (self.protocol, self.nested_ends.len(), number) == (Protocol::Delta, 0, REMOVED) {
             fields.removed = fields.removed.saturating_add(1);
         }
         let member: Member = match (self.nested_ends.len(), number) {
@@ -235,7 +238,7 @@ impl Walker {
                     |fields| fields.resource_type.get_or_insert_default()
                 }
                 (Protocol::Delta, 1, 2) if !has_type => return Ok(self.enter(end)),
-                (Protocol::Delta, 1, 3) | (Protocol::Delta, 0, 6) if finds_names => {
+                (Protocol::Delta, 1, 3) | (Protocol::Delta, 0, REMOVED) if finds_names => {
                     self.name_hasher = Some(hasher());
                     return Ok(Step::Name(end));
                 }

@@ -55,6 +55,10 @@ fn resources(pairs: &[(&str, &str)]) -> Resources {
     pairs.iter().map(owned).collect()
 }
 
+fn owned(names: &[&str]) -> Vec<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
 fn digest(name: &str) -> NameDigest {
     NameDigest::of(name.as_bytes())
 }
@@ -100,6 +104,11 @@ impl Pod {
     fn subscribe(&mut self, type_of: Type, has: &[&str]) {
         let versions = has.iter().map(|name| ((*name).to_owned(), "1".to_owned()));
         self.request(type_of, |it| it.initial_resource_versions = versions.collect());
+    }
+
+    /// Subscribes to resources by their names.
+    fn want(&mut self, type_of: Type, names: &[&str]) {
+        self.request(type_of, |it| it.resource_names_subscribe = owned(names));
     }
 
     /// Subscribes to all types that a record needs.
@@ -282,13 +291,13 @@ async fn no_record_is_written_while_envoy_has_a_mix_that_was_not_in_force() {
     for type_of in NEEDED {
         pod.accept(type_of, "3", &Resources::new(), &[]);
     }
-    pod.request(Type::ENDPOINTS, |it| it.resource_names_subscribe = vec!["a".to_owned()]);
+    pod.want(Type::ENDPOINTS, &["a"]);
     assert!(!pod.write(), "a resource is missing");
     pod.accept(Type::ENDPOINTS, "1", &resources(&[("a", "1")]), &[]);
     assert!(pod.write());
     assert_eq!(in_file(parent.path()), resources(&[("a", "2")]));
     // A name that istiod does not have, and a type that Envoy no longer asks for, are not awaited for ever.
-    pod.request(Type::ROUTES, |it| it.resource_names_subscribe = vec!["no".to_owned()]);
+    pod.want(Type::ROUTES, &["no"]);
     assert!(!pod.write());
     advance(Duration::from_secs(61)).await;
     pod.accept(Type::CLUSTER, "3", &resources(&[("a", "3")]), &[]);
@@ -383,10 +392,43 @@ async fn nothing_is_recorded_if_the_directory_is_not_used() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn resources_that_envoy_has_unsubscribed_from_are_not_stored() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.accept_first(&Resources::new());
+    pod.want(Type::ENDPOINTS, &["a", "b", "c"]);
+    let all = |content| resources(&[("a", content), ("b", content), ("c", content)]);
+    pod.accept(Type::ENDPOINTS, "1", &all("1"), &[]);
+    assert!(pod.write());
+    // istiod sends them once more before it gets the request, and Envoy acknowledges what it no longer has.
+    pod.push(Type::ENDPOINTS, "2", &all("2"), &[]);
+    pod.request(Type::ENDPOINTS, |it| it.resource_names_unsubscribe = owned(&["a", "b"]));
+    pod.ack(Type::ENDPOINTS, "2");
+    let left = resources(&[("c", "2")]);
+    assert_eq!(pod.stored(Type::ENDPOINTS), left);
+    assert_eq!(pod.ledger.accepted()[Type::ENDPOINTS.url()], 1);
+    assert!(pod.write());
+    assert_eq!(Pod::start(parent.path()).stored(Type::ENDPOINTS), left);
+    // The older Envoy of a hot restart does not need what the newer one needs.
+    pod.reconnect(2);
+    pod.subscribe_all();
+    pod.want(Type::ENDPOINTS, &["c"]);
+    pod.accept(Type::ENDPOINTS, "3", &resources(&[("c", "3")]), &[]);
+    let newer = std::mem::replace(
+        &mut pod.recorder,
+        Recorder::new(pod.ledger.envoy_cache(1, Protocol::Delta), 3),
+    );
+    pod.want(Type::ENDPOINTS, &["c"]);
+    pod.request(Type::ENDPOINTS, |it| it.resource_names_unsubscribe = owned(&["c"]));
+    assert_eq!(pod.stored(Type::ENDPOINTS), resources(&[("c", "3")]));
+    drop(newer);
+}
+
+#[tokio::test(start_paused = true)]
 async fn two_responses_with_one_nonce_have_an_answer_each() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
-    pod.subscribe(Type::EXTENSION, &[]);
+    pod.want(Type::EXTENSION, &["a"]);
     let first = Pod::response(Type::EXTENSION, "1", &resources(&[("a", "deny")]), &[]);
     let second = Pod::response(Type::EXTENSION, "1", &resources(&[("a", "module")]), &[]);
     for response in [&first, &second] {

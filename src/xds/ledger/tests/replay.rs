@@ -27,7 +27,7 @@ fn store(parent: &Path) {
     let mut pod = Pod::start(parent);
     let both = resources(&[("a", "1"), ("b", "2")]);
     pod.accept_first(&both);
-    pod.subscribe(Type::ENDPOINTS, &[]);
+    pod.want(Type::ENDPOINTS, &["a", "b"]);
     pod.accept(Type::ENDPOINTS, "first", &both, &[]);
     assert!(pod.write());
 }

@@ -73,10 +73,10 @@ async fn an_hour_with_a_changed_endpoint_each_second_writes_at_most_4_mb() {
         let parent = tempfile::tempdir().unwrap();
         let mut pod = Pod::start(parent.path());
         let name = |number| format!("outbound|80||service-{number}.namespace.svc.cluster.local");
-        let all = (0..count).map(|number| (name(number), assignment()));
+        let all: Resources = (0..count).map(|number| (name(number), assignment())).collect();
         pod.accept_first(&Resources::new());
-        pod.subscribe(Type::ENDPOINTS, &[]);
-        pod.accept(Type::ENDPOINTS, "first", &all.collect(), &[]);
+        pod.want(Type::ENDPOINTS, &all.keys().map(|name| &**name).collect::<Vec<_>>());
+        pod.accept(Type::ENDPOINTS, "first", &all, &[]);
         assert!(pod.write());
         let length = || parent.path().join(DIRECTORY).join(FILE).metadata().unwrap().len();
         let (mut written, mut before) = (0, length());
