@@ -1,6 +1,7 @@
 //! Tests that an Envoy that starts while the control plane is unreachable gets the configuration that the
 //! previous agent has stored.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -48,19 +49,25 @@ async fn workload(binary: &Path, control_plane: &ControlPlane) -> Workload {
 
 /// Starts a pod whose Envoy gets the stored configuration `after` this time without a response of istiod.
 async fn workload_with(binary: &Path, control_plane: &ControlPlane, after: &str) -> Workload {
+    workload_of(binary, control_plane, &[("ISTIO_AGENT_KEEP_CONFIG_AFTER", after)]).await
+}
+
+/// Starts a pod that stores configuration and certificates, with more variables.
+async fn workload_of(
+    binary: &Path,
+    control_plane: &ControlPlane,
+    more: &[(&str, &str)],
+) -> Workload {
     let store = memory();
     let directory = store.path().to_str().unwrap();
     let dns = format!("127.0.0.1:{}", free_port());
-    let settings = Settings {
-        envoy: Some(binary),
-        environment: &[
-            ("ISTIO_AGENT_KEEP_CONFIG", directory),
-            ("ISTIO_AGENT_KEEP_CONFIG_AFTER", after),
-            ("ISTIO_AGENT_KEEP_CERTS", directory),
-            ("ISTIO_META_DNS_CAPTURE", "true"),
-            ("DNS_PROXY_ADDR", &dns),
-        ],
-    };
+    let environment = [
+        ("ISTIO_AGENT_KEEP_CONFIG", directory),
+        ("ISTIO_AGENT_KEEP_CERTS", directory),
+        ("ISTIO_META_DNS_CAPTURE", "true"),
+        ("DNS_PROXY_ADDR", &dns),
+    ];
+    let settings = Settings { envoy: Some(binary), environment: &[&environment, more].concat() };
     let pod = Pod::serving(settings, control_plane).await;
     Workload { pod, _store: store }
 }
@@ -78,7 +85,7 @@ async fn xdsz(pod: &Pod) -> Option<Value> {
 }
 
 /// Waits until these types are stored.
-async fn wait_until_stored(pod: &Pod, types: &[&str]) {
+pub(super) async fn wait_until_stored(pod: &Pod, types: &[&str]) {
     eventually("what is kept", async || {
         let kept = xdsz(pod).await?["kept"].clone();
         let has = |name: &&str| kept.as_object()?.keys().find(|it| it.ends_with(*name)).map(drop);
@@ -459,7 +466,7 @@ async fn without_the_setting_a_new_envoy_waits_for_the_control_plane_and_nothing
 }
 
 /// Returns clusters of 4 kB, a listener and routes, each with this version, which Envoy's configuration dump shows.
-fn of_version(version: usize, clusters: usize, ports: [u16; 2]) -> Vec<Value> {
+pub(super) fn of_version(version: usize, clusters: usize, ports: [u16; 2]) -> Vec<Value> {
     let versioned = |mut resource: Value| {
         resource["metadata"] = json!({ "filter_metadata": { "version": { "is": version } } });
         resource
@@ -485,14 +492,15 @@ fn of_version(version: usize, clusters: usize, ports: [u16; 2]) -> Vec<Value> {
 }
 
 /// Returns the versions of the clusters, the listeners and the routes that Envoy has.
-async fn versions(pod: &Pod) -> [std::collections::BTreeSet<u64>; 3] {
+async fn versions(pod: &Pod) -> [Vec<u64>; 3] {
     let dump = ask(&pod.envoy, "/config_dump").await.unwrap();
     let dump: Value = serde_json::from_str(&dump).unwrap();
     let all = |list: &str, place: &str| {
         let place = format!("{place}/metadata/filter_metadata/version/is");
         let sections = dump["configs"].as_array().unwrap().iter();
         let items = sections.filter_map(|section| section[list].as_array()).flatten();
-        items.filter_map(|item| Some(item.pointer(&place)?.as_f64()? as u64)).collect()
+        let found = items.filter_map(|item| Some(item.pointer(&place)?.as_f64()? as u64));
+        BTreeSet::from_iter(found).into_iter().collect()
     };
     [
         all("dynamic_active_clusters", "/cluster"),
@@ -506,36 +514,60 @@ fn kills() -> usize {
     std::env::var("KILLS").ok().and_then(|it| it.parse().ok()).unwrap_or(3)
 }
 
+/// Gives istiod a new version up to each 200 ms, for ever.
+pub(super) async fn change(control_plane: &ControlPlane, version: &mut usize, ports: [u16; 2]) {
+    loop {
+        *version += 1;
+        control_plane.set(&of_version(*version, 300, ports)).await;
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(..200))).await;
+    }
+}
+
+/// Checks that all resources of each type are of one version, and all types of one moment. `version` is the last one.
+pub(super) async fn assert_one_moment(pod: &Pod, version: usize) {
+    let of_types = versions(pod).await;
+    eprintln!("{version}: {of_types:?}");
+    assert!(of_types.iter().all(|it| it.len() == 1), "{of_types:?}");
+    let all = of_types.concat();
+    assert!(all.iter().max().unwrap() - all.iter().min().unwrap() <= 1, "{of_types:?}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_a_kill_while_configuration_changes_envoy_serves_what_was_in_force_at_one_moment() {
     let Some(binary) = envoy_binary() else { return };
     let ports = [free_port(), free_port()];
     let mut version = 0;
     let mut control_plane = ControlPlane::of(&of_version(version, 300, ports)).await;
-    let mut workload = workload_with(&binary, &control_plane, "1s").await;
+    let more = [
+        ("ISTIO_AGENT_KEEP_CONFIG_AFTER", "1s"),
+        ("ISTIO_AGENT_HOT_RESTART", "true"),
+        ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", "3s"),
+        ("ISTIO_BOOTSTRAP_OVERRIDE", "override.json"),
+        ("PROXY_CONFIG", r#"{"drainDuration": "1s"}"#),
+    ];
+    let mut workload = workload_of(&binary, &control_plane, &more).await;
     wait_until_stored(&workload.pod, &["Listener", "Cluster", "RouteConfiguration"]).await;
-    for _ in 0..kills() {
-        let changes = async {
-            loop {
-                version += 1;
-                control_plane.set(&of_version(version, 300, ports)).await;
-                tokio::time::sleep(Duration::from_millis(fastrand::u64(..200))).await;
-            }
-        };
+    for round in 0..kills() {
         let time = Duration::from_millis(fastrand::u64(4000..9000));
-        let _ = tokio::time::timeout(time, changes).await;
+        let changes = change(&control_plane, &mut version, ports);
+        let changes = tokio::time::timeout(time, changes);
+        if round % 2 == 0 {
+            let _ = changes.await;
+        } else {
+            // At the kill, two Envoys may run.
+            let restart = async {
+                tokio::time::sleep(time.mul_f64(fastrand::f64())).await;
+                let text = json!({ "stats_flush_interval": format!("{}s", 5 + round) }).to_string();
+                workload.pod.replace("override.json", &text);
+                workload.pod.agent.signal(Signal::HUP);
+            };
+            let _ = tokio::join!(changes, restart);
+        }
         workload.pod.kill().await;
         let dead = control_plane.kill().await;
         workload.pod.restart(&[]);
         eventually("an answer", async || get(ports[0]).await.ok()).await;
-        let [clusters, listeners, routes] = versions(&workload.pod).await;
-        eprintln!("{version}: {clusters:?} {listeners:?} {routes:?}");
-        for of_type in [&clusters, &listeners, &routes] {
-            assert_eq!(of_type.len(), 1, "{clusters:?} {listeners:?} {routes:?}");
-        }
-        let all = [&clusters, &listeners, &routes].map(|it| it.first().unwrap());
-        let (least, most) = (all.iter().min().unwrap(), all.iter().max().unwrap());
-        assert!(**most - **least <= 1, "{all:?}");
+        assert_one_moment(&workload.pod, version).await;
         control_plane = dead.revive().await;
         eventually("istiod's configuration", async || {
             (source(&workload.pod).await == "istiod").then_some(())
@@ -561,10 +593,9 @@ async fn what_istiod_changes_500_times_while_envoy_is_stopped_is_served_after_a_
     }
     assert!(stopped.elapsed() >= Duration::from_secs(9));
     kill_process(envoy, Signal::CONT).unwrap();
-    let last = [500].into();
     let pod = &mut workload.pod;
     eventually("the last version", async || {
-        (versions(pod).await.iter().all(|it| *it == last)).then_some(())
+        (versions(pod).await.iter().all(|it| *it == [500])).then_some(())
     })
     .await;
     let log = pod.agent.log();
@@ -576,5 +607,5 @@ async fn what_istiod_changes_500_times_while_envoy_is_stopped_is_served_after_a_
     pod.agent.end().await;
     pod.restart(&[]);
     eventually("an answer", async || get(ports[0]).await.ok()).await;
-    assert!(versions(pod).await.iter().all(|it| *it == last));
+    assert_eq!(versions(pod).await, [[500], [500], [500]]);
 }

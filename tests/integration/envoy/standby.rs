@@ -5,18 +5,20 @@ use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use http::Method;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
 use super::hot_restart::UntilClosed;
+use super::last_known_good::{assert_one_moment, change, of_version, wait_until_stored};
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Attempt, Backend, Fresh, Load, get, try_ask};
 use crate::support::names::name_table;
 use crate::support::namespace;
 use crate::support::pod::{Pod, Settings, ask};
-use crate::support::process::Process;
+use crate::support::process::{Process, children_of, is_alive};
 use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{eventually, free_port, until};
@@ -43,7 +45,7 @@ impl Attempt for Probe {
 struct Stage {
     pod: Pod,
     port: u16,
-    _control_plane: ControlPlane,
+    control_plane: ControlPlane,
     _backend: Backend,
 }
 
@@ -77,7 +79,7 @@ impl Stage {
         let stage = Self {
             pod: Pod::serving(settings, &control_plane).await,
             port,
-            _control_plane: control_plane,
+            control_plane,
             _backend: backend,
         };
         stage.serves(FIRST).await;
@@ -278,7 +280,7 @@ async fn a_standby_that_is_told_to_stop_while_it_takes_over_stops() {
         let mut standby = stage.standby().await;
         stage.pod.agent.signal(Signal::KILL);
         stage.pod.agent.end().await;
-        tokio::time::sleep(std::time::Duration::from_millis(delay)).await;
+        tokio::time::sleep(Duration::from_millis(delay)).await;
         standby.terminate();
         standby.end().await;
     }
@@ -314,6 +316,40 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
     load.wait_for_attempts(load.tally().attempts() + 100).await;
     let tally = load.assert_flawless();
     eprintln!("{} attempts", tally.attempts());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_handover_while_configuration_changes_what_was_in_force_at_one_moment_is_served() {
+    let Some(envoy) = envoy_binary() else { return };
+    let (store, mut version) = (tempfile::tempdir().unwrap(), 0);
+    let directory = store.path().to_str().unwrap().to_owned();
+    let mut stage =
+        Stage::serving_with(&envoy, |_| vec![("ISTIO_AGENT_KEEP_CONFIG", directory.clone())]).await;
+    let ports = [free_port(), free_port()];
+    stage.control_plane.set(&of_version(version, 300, ports)).await;
+    let mut standby = stage.standby().await;
+    let handover = async {
+        wait_until_stored(&stage.pod, &["Listener", "Cluster"]).await;
+        eventually("the standby is connected", async || {
+            stage.pod.status(Method::POST, "/handover").await
+        })
+        .await;
+        standby.logs(&format!("container {SECOND} serves")).await;
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(..8000))).await;
+    };
+    tokio::select! {
+        () = change(&stage.control_plane, &mut version, ports) => {}
+        () = handover => {}
+    }
+    let running = children_of(standby.pid());
+    stage.pod.kill().await;
+    standby.signal(Signal::KILL);
+    standby.end().await;
+    until("Envoy has ended", || running.iter().all(|envoy| !is_alive(*envoy))).await;
+    stage.control_plane.kill().await;
+    stage.pod.restart(&[]);
+    eventually("an answer", async || get(ports[0]).await.ok()).await;
+    assert_one_moment(&stage.pod, version).await;
 }
 
 /// Returns a line for [`Stage::wrapped`] that runs this before an Envoy that is started for a handover.

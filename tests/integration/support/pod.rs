@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use super::control_plane::{ACCOUNT, ControlPlane, NAMESPACE};
 use super::place::{ROOT, TOKEN};
 use super::process::{Process, child_of, children_of, is_alive};
-use super::{eventually, free_port, local, namespace};
+use super::{eventually, free_port, local, namespace, until};
 
 const PROXY_CONFIG: &str = "PROXY_CONFIG";
 
@@ -135,15 +135,13 @@ impl Pod {
         self.restart(&[]);
     }
 
-    /// Kills the agent with SIGKILL, and waits until its Envoy has ended, too.
+    /// Kills the agent with SIGKILL, and waits until its Envoys have ended, too.
     pub async fn kill(&mut self) {
-        let envoy = self.envoy_pid();
+        let mut envoys = children_of(self.agent.pid());
+        envoys.extend(self.envoy_pid());
         self.agent.signal(Signal::KILL);
         self.agent.end().await;
-        eventually("the end of Envoy", async || {
-            envoy.is_none_or(|envoy| !is_alive(envoy)).then_some(())
-        })
-        .await;
+        until("the end of Envoy", || !envoys.iter().any(|envoy| is_alive(*envoy))).await;
     }
 
     /// Starts an agent that has ended again, with these additional variables.
