@@ -97,9 +97,9 @@ cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kube
 	  $(if $(CONTEXT),--context "$(CONTEXT)" --image "$(IMAGE)" --application "$(APPLICATION)",\
 	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(if $(filter-out 0,$(KEEP)),--keep)
 
-compare: image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md.
+compare: image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md. ONLY=measured_pods repeats a part.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --layout $(or $(LAYOUT),$(target)/image/oci) \
-	  --agent $(target)/release/pilot-agent --envoy "$$(deploy/envoy/get-envoy)" --write docs/comparison.md $(if $(filter-out 0,$(KEEP)),--keep)
+	  --agent $(target)/release/pilot-agent --envoy "$$(deploy/envoy/get-envoy)" --write docs/comparison.md --only "$(ONLY)" $(if $(filter-out 0,$(KEEP)),--keep)
 
 istio-tests: $(if $(LAYOUT),,image) ## Runs Istio's integration tests with this agent (as root), or with pilot-agent: AGENT=go. SUITE=security runs a part.
 	@python3 -B tests/istio/main.py --folder $(target)/istio-tests --layout $(or $(LAYOUT),$(target)/image/oci) \

@@ -55,11 +55,15 @@ NOTES = {
 
 
 class Page:
-    """The tables of the page. A file stores the rows, so that a later run can repeat some of the cases."""
+    """The tables of the page. A run of some measurements takes the other rows from the page."""
 
-    def __init__(self, file, resume):
-        self.file = file
-        self.rows = json.loads(file.read_text()) if resume else {key: {} for key in HEADINGS}
+    def __init__(self, page, resume):
+        self.rows = {key: {} for key in HEADINGS}
+        for part in page.read_text().split("\n## ")[1:] if resume else []:
+            heading, *lines = part.splitlines()
+            key = next(key for key, one in HEADINGS.items() if one == heading)
+            rows = [line for line in lines if line.startswith("| ") and not line.startswith("| |")]
+            self.rows[key] = {row.split(" | ")[0].removeprefix("| "): row for row in rows}
 
     def figures(self, heading, what, unit, of, more=False):
         medians = {agent: statistics.median(of[agent]) for agent in AGENTS}
@@ -73,7 +77,6 @@ class Page:
 
     def text(self, heading, what, of, verdict=""):
         self.rows[heading][what] = f"| {what} | {of[GO]} | {of[OURS]} | {verdict} |"
-        self.file.write_text(json.dumps(self.rows))
         print(self.rows[heading][what], flush=True)
 
     def written(self, head):
@@ -102,7 +105,7 @@ def in_turns(rounds, measure):
 class Comparison:
     def __init__(self, world, options):
         self.world, self.options = world, options
-        self.page = Page(options.folder.with_suffix(".json"), bool(options.only))
+        self.page = Page(options.write, bool(options.only))
         self.cluster = world.cluster
         if missing := [program for program in ("dig", "dnsperf") if not shutil.which(program)]:
             raise Failed(f"no {' and no '.join(missing)} in PATH")
@@ -127,16 +130,13 @@ class Comparison:
         run("mount", "--bind", pathlib.Path(cases.__file__).parents[2] / "deploy/cluster/config/resolv.conf", "/etc/resolv.conf")
 
     def all(self):
-        if not self.options.only:
-            self.start()
-            self.capture()
-            self.expired_token()
-            self.full_disk()
-            self.pods()
-            self.names()
-            self.standby()
-        self.cases()
-        self.options.write.write_text(self.page.written(self.head()))
+        try:
+            for measure in (self.start, self.capture, self.expired_token, self.full_disk, self.measured_pods, self.names, self.standby):
+                if self.options.only in measure.__name__:
+                    measure()
+            self.cases()
+        finally:
+            self.options.write.write_text(self.page.written(self.head()))
 
     def head(self):
         model = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
@@ -219,7 +219,7 @@ once. A difference of less than 10 % counts as equal.
                                    input=signed, capture_output=True, check=True).stdout
         return (signed + b"." + encode(signature)).decode()
 
-    def pods(self):
+    def measured_pods(self):
         """Measures a pod of each agent, both at the same time."""
         pods = {}
         for agent in AGENTS:
@@ -292,8 +292,8 @@ once. A difference of less than 10 % counts as equal.
         held = {pod["podRef"]["name"]: container["memory"]["workingSetBytes"] / 1e6
                 for pod in summary for container in pod["containers"] if container["name"] == "istio-proxy"}
         self.page.figures("memory", f"working set {when}", "MB", {agent: [held[pods[agent].name]] for agent in AGENTS})
-        for what, program in (("the agent", "pilot-agent"), ("its Envoy", "envoy")):
-            self.figures("memory", f"private memory of {what} {when}", "MB", {name: pod.private(program) for name, pod in pods.items()})
+        self.figures("memory", f"private memory of the agent {when}", "MB", {name: pod.private("pilot-agent") for name, pod in pods.items()})
+        self.page.figures("memory", f"private memory of its Envoy {when}", "MB", {agent: [pods[agent].private("envoy")] for agent in AGENTS})
 
     def processors(self, pods):
         return {name: pod.used() for name, pod in pods.items()}
@@ -314,7 +314,8 @@ once. A difference of less than 10 % counts as equal.
                 "endpoints": [{"address": address} for address in addresses(number)]}} for number in range(begin, min(begin + 2000, last), GROUP)))
 
     def delete_hosts(self, first, last):
-        self.world.kubectl("delete", "serviceentry", *(f"hosts-{number}" for number in range(first, last, GROUP)))
+        for begin in range(first, last, 1000):
+            self.world.kubectl("delete", "--wait=false", "serviceentry", *(f"hosts-{number}" for number in range(begin, begin + 1000, GROUP)))
 
     def outages(self, pods):
         dials, flows = ({agent: [] for agent in AGENTS} for _ in range(2))

@@ -27,7 +27,7 @@ def main():
     parser.add_argument("--context", help="a context of the user's kubeconfig, in place of a cluster that is made")
     parser.add_argument("--image", help="the image, as that cluster's nodes know it")
     parser.add_argument("--application", help="the image of the suite's application, likewise")
-    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--only", default="", help="cases and measurements with this in their names")
     parser.add_argument("--write", type=pathlib.Path, help="compares with Go's agent instead, and writes this page")
     parser.add_argument("--agent", type=pathlib.Path, help="the agent, to be compared outside a pod")
     parser.add_argument("--envoy", type=pathlib.Path, help="its Envoy")
