@@ -150,7 +150,7 @@ once. A difference of less than 10 % counts as equal.
 
 | | |
 |---|---|
-| date | {datetime.datetime.now(datetime.timezone.utc):%d %B %Y} |
+| date | {datetime.datetime.now(datetime.timezone.utc):%d %B %Y}{", in part; other rows are older" if self.options.only else ""} |
 | machine | {os.cpu_count()} cores{' (' + model[1] + ')' if model else ''}, {memory} GB, Linux {node['kernelVersion']} |
 | Kubernetes | {node['kubeletVersion']}, {node['containerRuntimeVersion']} |
 | istiod, pilot-agent | {programs('istio').name.rpartition('-')[0].removeprefix('istio-')} |
