@@ -282,6 +282,13 @@ impl Store {
         let Some(mut block) = self.blocks.remove(&number) else {
             return;
         };
+        if let Some(index) = self.types.get_mut(&block.type_of) {
+            index.open.take_if(|open| *open == number);
+            index.merged.take_if(|merged| *merged == number);
+        }
+        if block.used == 0 {
+            return;
+        }
         let data = match block.data {
             Data::Open(mut bytes) => {
                 let compressor = self.compressor.take().map_or_else(|| Compressor::new(LEVEL), Ok);
@@ -294,13 +301,7 @@ impl Store {
             Data::Compressed(_) => return drop(self.blocks.insert(number, block)),
         };
         block.data = Data::Compressed(data.unwrap_or_default().into());
-        if let Some(index) = self.types.get_mut(&block.type_of) {
-            index.open.take_if(|open| *open == number);
-            index.merged.take_if(|merged| *merged == number);
-        }
-        if block.used > 0 {
-            self.blocks.insert(number, block);
-        }
+        self.blocks.insert(number, block);
     }
 
     /// Compresses all open blocks.
