@@ -229,8 +229,8 @@ fn next_chunk(reader: &mut impl Read) -> io::Result<Option<(u8, Vec<u8>)>> {
         return Err(io::Error::other("it has a chunk of an unknown form"));
     }
     let mut chunk = Vec::new();
-    let read = reader.take(length.into()).read_to_end(&mut chunk)?;
-    Ok((read == length as usize).then_some((kind, chunk)))
+    let is_complete = reader.take(length.into()).read_to_end(&mut chunk)? == length as usize;
+    Ok(is_complete.then_some((kind, chunk)))
 }
 
 fn parse_block(chunk: &[u8]) -> io::Result<StoredBlock> {
@@ -252,18 +252,18 @@ fn parse_block(chunk: &[u8]) -> io::Result<StoredBlock> {
         .ok_or_else(|| io::Error::other("a block is malformed"))
 }
 
-/// Adds a block with those of its fields that are in use.
+/// Adds a block. Its fields that are not in use are skipped.
 fn add(store: &mut Store, block: StoredBlock) -> io::Result<()> {
     let (mut walker, mut fields) = (Walker::finder(block.length.into()), Vec::new());
-    decompress(&block.data, block.length, |part| {
-        let walked = walker.find(part, |ResourceField { name, range, is_removed }| {
+    for part in decompress(block.data.clone(), block.length)? {
+        let walked = walker.find(&part?, |ResourceField { name, range, is_removed }| {
             let start = u16::try_from(range.start);
             if start.is_ok_and(|start| block.used.binary_search(&start).is_ok()) {
                 fields.push((name, (!is_removed).then_some(range)));
             }
         });
-        walked.map_err(io::Error::other)
-    })?;
+        walked.map_err(io::Error::other)?;
+    }
     walker.finish().map_err(io::Error::other)?;
     store.add_block(block, fields);
     Ok(())

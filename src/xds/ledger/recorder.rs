@@ -311,8 +311,8 @@ impl Recorder {
             state.answer(pid, type_of, &request.nonce, request.rejection.as_deref());
         }
         if is_first {
-            let entries = subscription.initial_resource_versions.iter();
-            let names = entries.cloned().flat_map(InitialResource::decode);
+            let names = subscription.initial_resource_versions.iter().cloned();
+            let names = names.flat_map(InitialResource::decode);
             let initial = names.map(|it| NameDigest::of(&it.name)).collect();
             state.begin_type(pid, type_of, initial);
         }
@@ -329,7 +329,7 @@ impl Recorder {
         {
             self.clusters_due = Some(after(MAX_CLUSTERS_WAIT));
         }
-        if !request.nonce.is_empty() {
+        if !request.nonce.is_empty() || !subscription.unsubscribed.is_empty() {
             self.notify();
         }
     }

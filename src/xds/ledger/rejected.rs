@@ -111,10 +111,12 @@ pub(super) fn rejected(reason: &str, names: &HashSet<NameDigest>) -> Rejected {
 }
 
 /// Returns the names of the resources in these blocks.
-pub(super) fn names(pieces: &[Piece]) -> io::Result<Vec<String>> {
+pub(super) fn names(pieces: Vec<Piece>) -> io::Result<Vec<String>> {
     let mut bytes = Vec::new();
     for piece in pieces {
-        piece.read(|part| bytes.extend_from_slice(part))?;
+        for part in piece.parts()? {
+            bytes.extend_from_slice(&part?);
+        }
     }
     let resources = Names::decode(&bytes[..])?.resources.into_iter();
     Ok(resources.map(|Name { name }| name).collect())
@@ -125,13 +127,15 @@ pub(super) fn respond(
     version: &str,
     type_of: Type,
     nonce: &str,
-    pieces: &[Piece],
+    pieces: Vec<Piece>,
     length: u64,
 ) -> io::Result<Bytes> {
     let (head, rest) = head_and_rest(version, type_of, nonce, length)?;
     let mut frame = head;
     for piece in pieces {
-        piece.read(|bytes| frame.extend_from_slice(bytes))?;
+        for part in piece.parts()? {
+            frame.extend_from_slice(&part?);
+        }
     }
     frame.extend_from_slice(&rest);
     Ok(frame.into())
@@ -169,7 +173,7 @@ pub(super) fn read(
         return Ok(None);
     }
     let (length, pieces) = (Store::length(&places), store.pieces(places));
-    let frame = respond(version, type_of, NONCE, &pieces, length)?;
+    let frame = respond(version, type_of, NONCE, pieces, length)?;
     let reasons: HashMap<_, _> = due.into_iter().collect();
     let names = Names::decode(&frame[HEAD..])?.resources.into_iter();
     let mut resources: Vec<_> = names

@@ -160,8 +160,10 @@ async fn answer_one(
     let (head, rest) = head_and_rest(&version, type_of, "kept", length)?;
     let mut bytes = head;
     for piece in pieces {
-        piece.read(|part| bytes.extend_from_slice(part))?;
-        send(out, std::mem::take(&mut bytes)).await?;
+        for part in piece.parts()? {
+            bytes.extend_from_slice(&part?);
+            send(out, std::mem::take(&mut bytes)).await?;
+        }
     }
     bytes.extend_from_slice(&rest);
     send(out, bytes).await

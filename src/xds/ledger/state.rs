@@ -269,10 +269,11 @@ impl State {
         let rejects = |field: &Field| first.as_ref().is_some_and(|it| it.contains(&field.name));
         let (response, unused) = it.take_answered(nonce, rejects);
         if let Some(reason) = reason.as_ref().filter(|_| response.is_none()) {
-            unused
-                .iter()
-                .filter(|it| !it.is_removed)
-                .for_each(|field| it.reject(field.name, reason));
+            for field in unused.iter().filter(|field| !field.is_removed) {
+                if it.wants(type_of, field.name) {
+                    it.reject(field.name, reason);
+                }
+            }
         }
         self.release(unused.iter().map(|field| field.place));
         if let Some(response) = response {
@@ -296,7 +297,7 @@ impl State {
         let lacking = Vec::from_iter(lacking.map(|field| field.place));
         if lacking.is_empty() {
             self.rejected.remove(&type_of);
-        } else if let Ok(names) = rejected::names(&self.store.pieces(lacking)) {
+        } else if let Ok(names) = rejected::names(self.store.pieces(lacking)) {
             self.rejected.insert(type_of, names);
         }
         // An Envoy that drains after a hot restart may answer late.
@@ -306,6 +307,11 @@ impl State {
         });
         for field in &response.fields {
             let it = self.view(pid).of(type_of);
+            // Envoy also answers for resources that it no longer subscribes to, and does not have them.
+            if !field.is_removed && !it.wants(type_of, field.name) {
+                self.release([field.place]);
+                continue;
+            }
             if let Some((rejected, reason)) = &rejected
                 && rejected.contains(&field.name)
             {
@@ -315,12 +321,8 @@ impl State {
                 self.release([field.place]);
                 continue;
             }
-            // Envoy also acknowledges resources that it no longer subscribes to, and does not have them.
-            let is_wanted = field.is_removed || it.wants(type_of, field.name);
-            if is_wanted {
-                it.accept(field);
-            }
-            if is_superseded || !is_wanted {
+            it.accept(field);
+            if is_superseded {
                 self.release([field.place]);
             } else if field.is_removed {
                 self.store.remove(type_of, field.name, field.place);

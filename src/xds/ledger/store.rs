@@ -8,7 +8,7 @@
 //! zstd fails only if there is no memory. The block is empty then, and cannot be read.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Cursor, Read as _, Write as _};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -82,43 +82,45 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// Decompresses the block, and calls `each` with the fields, a long one in parts.
-    pub(super) fn read(&self, mut each: impl FnMut(&[u8])) -> io::Result<()> {
+    /// Decompresses the block, and returns the fields in parts of at most [`BLOCK`] bytes.
+    pub(super) fn parts(self) -> io::Result<impl Iterator<Item = io::Result<Vec<u8>>> + Send> {
         let mut position = 0;
-        decompress(&self.data, self.length, |part| {
-            let end = position + part.len();
+        let parts = decompress(self.data, self.length)?;
+        Ok(parts.map(move |part| {
+            let part = part?;
+            let begin = position;
+            position += part.len();
+            let mut fields = Vec::new();
             for range in &self.ranges {
-                let (start, end) = (range.start.max(position), range.end.min(end));
+                let (start, end) = (range.start.max(begin), range.end.min(position));
                 if start < end {
-                    each(&part[start - position..end - position]);
+                    fields.extend_from_slice(&part[start - begin..end - begin]);
                 }
             }
-            position = end;
-            Ok(())
-        })
+            Ok(fields)
+        }))
     }
 }
 
-/// Decompresses a block of this length, and calls `each` with parts of at most [`BLOCK`] bytes.
+/// Decompresses a block of this length, in parts of at most [`BLOCK`] bytes.
 pub(super) fn decompress(
-    data: &[u8],
+    data: Arc<[u8]>,
     length: u32,
-    mut each: impl FnMut(&[u8]) -> io::Result<()>,
-) -> io::Result<()> {
-    let mut decoder = Decoder::with_buffer(data)?;
+) -> io::Result<impl Iterator<Item = io::Result<Vec<u8>>> + Send> {
+    let mut decoder = Decoder::with_buffer(Cursor::new(data))?;
     decoder.window_log_max(WINDOW_LOG)?;
     let mut left = length as usize;
-    let mut buffer = vec![0; left.min(BLOCK)];
-    while left > 0 {
-        let part = &mut buffer[..left.min(BLOCK)];
-        decoder.read_exact(part)?;
-        each(part)?;
+    Ok(std::iter::from_fn(move || {
+        let mut part = vec![0; left.min(BLOCK)];
         left -= part.len();
-    }
-    match decoder.read(&mut [0])? {
-        0 => Ok(()),
-        _ => Err(io::Error::other("a block is longer than its header says")),
-    }
+        let read = decoder.read_exact(&mut part).and_then(|()| {
+            if left == 0 && decoder.read(&mut [0])? > 0 {
+                return Err(io::Error::other("a block is longer than its header says"));
+            }
+            Ok(())
+        });
+        (!part.is_empty()).then(|| read.map(|()| part))
+    }))
 }
 
 /// The resources of all types.
@@ -129,8 +131,6 @@ pub(super) struct Store {
     types: BTreeMap<Type, TypeIndex>,
     /// Exists while blocks are compressed, because it has much memory.
     compressor: Option<Compressor<'static>>,
-    /// The memory of the last open block.
-    spare: Vec<u8>,
 }
 
 #[derive(Debug, Default)]
@@ -186,11 +186,13 @@ impl Store {
         self.blocks.values().map(Block::memory).sum::<usize>() + entries * ENTRY
     }
 
-    /// Returns the bytes of the blocks of each type, which are compressed once they are written.
+    /// Returns the compressed bytes of the blocks of each type.
     pub(super) fn bytes(&self) -> BTreeMap<Type, u64> {
         let mut bytes = BTreeMap::new();
         for block in self.blocks.values() {
-            *bytes.entry(block.type_of).or_default() += block.memory() as u64;
+            if let Data::Compressed(data) = &block.data {
+                *bytes.entry(block.type_of).or_default() += data.len() as u64;
+            }
         }
         bytes
     }
@@ -211,11 +213,14 @@ impl Store {
         field: &[u8],
         is_written: bool,
     ) -> Place {
-        let number =
-            open.filter(|number| self.has_room(*number, field.len())).unwrap_or_else(|| {
-                let bytes = std::mem::take(&mut self.spare);
-                self.insert(Block::new(type_of, Data::Open(bytes), is_written))
-            });
+        let has_room = |block: &Block| block.length as usize + field.len() <= BLOCK;
+        let number = match open {
+            Some(number) if self.blocks.get(&number).is_some_and(has_room) => number,
+            full => {
+                full.into_iter().for_each(|number| self.seal(number));
+                self.insert(Block::new(type_of, Data::Open(Vec::new()), is_written))
+            }
+        };
         let mut place = Place { block: number, offset: 0, length: field.len() as u32 };
         if let Some(block) = self.blocks.get_mut(&number)
             && let Data::Open(bytes) = &mut block.data
@@ -225,16 +230,6 @@ impl Store {
             block.grow(field.len());
         }
         place
-    }
-
-    /// Returns true if a field has room in an open block. Otherwise compresses the block.
-    fn has_room(&mut self, number: BlockNumber, length: usize) -> bool {
-        let block = self.blocks.get(&number);
-        let has_room = block.is_some_and(|it| it.length as usize + length <= BLOCK);
-        if !has_room {
-            self.seal(number);
-        }
-        has_room
     }
 
     /// Appends bytes to a field that is larger than a block, or begins one. Returns its block.
@@ -249,8 +244,8 @@ impl Store {
                 encoder.set_parameter(CParameter::WindowLog(WINDOW_LOG))?;
                 Ok(encoder)
             });
-            let data = encoder.map_or_else(|_| Data::Compressed(Arc::default()), Data::Long);
-            self.insert(Block::new(type_of, data, false))
+            let empty = |_| Data::Compressed(Arc::default());
+            self.insert(Block::new(type_of, encoder.map_or_else(empty, Data::Long), false))
         });
         if let Some(block) = self.blocks.get_mut(&number) {
             block.grow(bytes.len());
@@ -290,12 +285,9 @@ impl Store {
             return;
         }
         let data = match block.data {
-            Data::Open(mut bytes) => {
+            Data::Open(bytes) => {
                 let compressor = self.compressor.take().map_or_else(|| Compressor::new(LEVEL), Ok);
-                let data = compressor.and_then(|it| self.compressor.insert(it).compress(&bytes));
-                bytes.clear();
-                self.spare = bytes;
-                data
+                compressor.and_then(|it| self.compressor.insert(it).compress(&bytes))
             }
             Data::Long(encoder) => encoder.finish(),
             Data::Compressed(_) => return drop(self.blocks.insert(number, block)),
@@ -310,7 +302,7 @@ impl Store {
         for number in Vec::from_iter(open.flatten()) {
             self.seal(number);
         }
-        (self.compressor, self.spare) = (None, Vec::new());
+        self.compressor = None;
     }
 
     /// Ends the use of a field. Frees blocks in which nothing is in use.
@@ -398,11 +390,7 @@ impl Store {
         else {
             return Ok(false);
         };
-        let mut bytes = Vec::new();
-        decompress(data, *length, |part| {
-            bytes.extend_from_slice(part);
-            Ok(())
-        })?;
+        let bytes = decompress(data.clone(), *length)?.collect::<io::Result<Vec<_>>>()?.concat();
         let resources = self.types.get(&type_of).into_iter().flat_map(|index| &index.resources);
         let moved = resources.filter(|(_, place)| place.block == number);
         for (name, place) in Vec::from_iter(moved.map(|(name, place)| (*name, *place))) {

@@ -21,7 +21,7 @@ use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
 use crate::support::envoy::Envoy;
-use crate::support::http::{Fresh, Lasting, Load, get, header};
+use crate::support::http::{Backend, Fresh, Lasting, Load, get, header};
 use crate::support::names::name_table;
 use crate::support::pod::{Pod, Settings, ask};
 use crate::support::programs::envoy_binary;
@@ -608,4 +608,26 @@ async fn what_istiod_changes_500_times_while_envoy_is_stopped_is_served_after_a_
     pod.restart(&[]);
     eventually("an answer", async || get(ports[0]).await.ok()).await;
     assert_eq!(versions(pod).await, [[500], [500], [500]]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn endpoints_and_routes_stay_stored_while_envoy_drains_and_exits() {
+    let Some(binary) = envoy_binary() else { return };
+    let (backend, port) = (Backend::start().await, free_port());
+    let control_plane = ControlPlane::of(&[
+        cluster("books"),
+        endpoints("books", &[backend.port]),
+        listener("plain", port, "all"),
+        routes("all", "books", "0"),
+    ])
+    .await;
+    let mut workload = workload_with(&binary, &control_plane, "1s").await;
+    wait_for_mark(port, "0").await;
+    let types = ["Listener", "Cluster", "ClusterLoadAssignment", "RouteConfiguration"];
+    wait_until_stored(&workload.pod, &types).await;
+    workload.pod.agent.terminate();
+    workload.pod.agent.end().await;
+    let _dead = control_plane.kill().await;
+    workload.pod.restart(&[]);
+    wait_for_mark(port, "0").await;
 }

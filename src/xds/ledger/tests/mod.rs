@@ -210,7 +210,9 @@ impl Pod {
 fn contents(pieces: Vec<Piece>) -> Resources {
     let mut bytes = Vec::new();
     for piece in pieces {
-        piece.read(|part| bytes.extend_from_slice(part)).unwrap();
+        for part in piece.parts().unwrap() {
+            bytes.extend_from_slice(&part.unwrap());
+        }
     }
     let message = DeltaDiscoveryResponse::decode(&bytes[..]).unwrap();
     assert!(message.removed_resources.is_empty());
@@ -422,6 +424,29 @@ async fn resources_that_envoy_has_unsubscribed_from_are_not_stored() {
     pod.request(Type::ENDPOINTS, |it| it.resource_names_unsubscribe = owned(&["c"]));
     assert_eq!(pod.stored(Type::ENDPOINTS), resources(&[("c", "3")]));
     drop(newer);
+}
+
+#[tokio::test(start_paused = true)]
+async fn resources_that_envoy_rejects_after_its_unsubscription_get_no_stored_version() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.accept_first(&Resources::new());
+    pod.want(Type::ROUTES, &["a"]);
+    pod.accept(Type::ROUTES, "1", &resources(&[("a", "1")]), &[]);
+    pod.reconnect(2);
+    pod.subscribe_all();
+    pod.want(Type::ROUTES, &["a", "b"]);
+    pod.push(Type::ROUTES, "2", &resources(&[("a", "2"), ("b", "2")]), &[]);
+    pod.request(Type::ROUTES, |it| it.resource_names_unsubscribe = owned(&["b"]));
+    pod.nack(Type::ROUTES, "2", "bad");
+    let (Some((_, stored)), _) = pod.ledger.0.state.lock().take_stored(2) else {
+        panic!("no stored version of a");
+    };
+    let names: Vec<_> = stored.resources.iter().map(|it| &*it.name).collect();
+    assert_eq!(names, ["a"]);
+    assert!(
+        !pod.ledger.0.state.lock().view(2).of(Type::ROUTES).rejected.contains_key(&digest("b"))
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 
 use super::super::recorder::identity as identity_of;
 use super::super::replay::Replay;
+use super::super::store::BLOCK;
 use super::*;
 use crate::xds::request::Subscription;
 
@@ -48,6 +49,22 @@ async fn ask(replay: &mut Replay, request: Bytes) -> Option<(String, String, Res
     let named = message.resources.into_iter().map(|it| (it.name, it.resource.unwrap().value));
     let resources = named.map(|(name, value)| (name, String::from_utf8(value).unwrap()));
     Some((message.type_url, message.system_version_info, resources.collect()))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resource_of_5_mb_is_sent_in_parts_of_64_kb() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    pod.accept_first(&resources(&[("a", &"content".repeat(700_000))]));
+    assert!(pod.write());
+    let mut replay = Replay::start(cache(config(parent.path())));
+    replay.requests.send(request(CLUSTER, &[], "", "node")).await.unwrap();
+    let mut lengths = Vec::new();
+    while let Ok(part) = tokio::time::timeout(Duration::from_millis(1), replay.next()).await {
+        lengths.push(part.unwrap().len());
+    }
+    assert!(lengths.iter().sum::<usize>() > 4_900_000, "{lengths:?}");
+    assert!(lengths.iter().all(|length| *length <= BLOCK + HEAD), "{lengths:?}");
 }
 
 #[tokio::test(start_paused = true)]
