@@ -2,19 +2,20 @@
 //!
 //! A block has fields of delta responses of one type: resources, and names of removed ones. Fields are appended to the
 //! open block of their type, which is compressed when it is full. A field that is larger than a block has a block of its
-//! own, which is compressed while its bytes arrive. Blocks in which nothing is in use are freed; those in which little is
+//! own, which is compressed in parts while its bytes arrive. istiod often sends a large route table again without a
+//! change: equal parts are compressed once, and an equal field keeps its place. Blocks in which nothing is in use are freed; those in which little is
 //! in use are merged ([`Store::compact`]). The file has the same blocks ([`super::file`]).
 //!
 //! zstd fails only if there is no memory. The block is empty then, and cannot be read.
 
-use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Cursor, Read as _, Write as _};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::{BuildHasher as _, RandomState};
+use std::io::{self, Cursor, Read as _};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
+use zstd::Decoder;
 use zstd::bulk::Compressor;
-use zstd::stream::raw::CParameter;
-use zstd::{Decoder, Encoder};
 
 use super::Type;
 use crate::xds::wire::NameDigest;
@@ -22,7 +23,7 @@ use crate::xds::wire::NameDigest;
 /// The most uncompressed bytes of a block, unless it is one longer field.
 pub(super) const BLOCK: usize = 64 * 1024;
 
-/// The distance over which zstd finds repetitions in a long field, as a power of two. It bounds the memory for reading.
+/// The distance over which zstd finds repetitions, as a power of two. It bounds the memory for reading.
 const WINDOW_LOG: u32 = BLOCK.ilog2();
 
 /// Of the levels of zstd, the one with the least CPU time.
@@ -35,11 +36,11 @@ const MIN_MERGED: usize = 8;
 const ENTRY: usize = 40;
 
 /// The number of a block. Later blocks have higher numbers.
-pub(super) type BlockNumber = u32;
+pub(in crate::xds) type BlockNumber = u32;
 
 /// The place of a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Place {
+pub(in crate::xds) struct Place {
     block: BlockNumber,
     offset: u16,
     length: u32,
@@ -56,11 +57,15 @@ struct Block {
     is_written: bool,
 }
 
+/// Compressed bytes: a frame of zstd, or several.
+type Part = Arc<[u8]>;
+
 enum Data {
     Open(Vec<u8>),
-    /// A long field, while its bytes arrive.
-    Long(Encoder<'static, Vec<u8>>),
-    Compressed(Arc<[u8]>),
+    /// A long field, while its bytes arrive: its compressed parts, and the bytes after them.
+    Long(Vec<Part>, Vec<u8>),
+    /// The parts of a long field, or the block.
+    Compressed(Vec<Part>),
 }
 
 /// A block as it is in the file.
@@ -75,13 +80,22 @@ pub(super) struct StoredBlock {
 
 /// Fields in one block.
 #[derive(Debug)]
-pub(super) struct Piece {
+pub(in crate::xds) struct Piece {
     data: Arc<[u8]>,
     length: u32,
     ranges: Vec<Range<usize>>,
 }
 
 impl Piece {
+    /// Decompresses the block, and returns all fields.
+    pub(in crate::xds) fn bytes(self) -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        for part in self.parts()? {
+            bytes.extend_from_slice(&part?);
+        }
+        Ok(bytes)
+    }
+
     /// Decompresses the block, and returns the fields in parts of at most [`BLOCK`] bytes.
     pub(super) fn parts(self) -> io::Result<impl Iterator<Item = io::Result<Vec<u8>>> + Send> {
         let mut position = 0;
@@ -125,12 +139,15 @@ pub(super) fn decompress(
 
 /// The resources of all types.
 #[derive(Default)]
-pub(super) struct Store {
+pub(in crate::xds) struct Store {
     blocks: BTreeMap<BlockNumber, Block>,
     next_number: BlockNumber,
     types: BTreeMap<Type, TypeIndex>,
     /// Exists while blocks are compressed, because it has much memory.
     compressor: Option<Compressor<'static>>,
+    /// The parts of long fields, by the digests of their uncompressed bytes.
+    parts: HashMap<u64, Weak<[u8]>>,
+    digests: RandomState,
 }
 
 #[derive(Debug, Default)]
@@ -158,8 +175,8 @@ impl Block {
     fn memory(&self) -> usize {
         match &self.data {
             Data::Open(bytes) => bytes.len(),
-            Data::Long(encoder) => encoder.get_ref().len(),
-            Data::Compressed(data) => data.len(),
+            Data::Long(parts, rest) => length_of(parts) + rest.len(),
+            Data::Compressed(parts) => length_of(parts),
         }
     }
 }
@@ -170,12 +187,17 @@ impl Store {
         self.blocks.is_empty()
     }
 
-    pub(super) fn get(&self, type_of: Type, name: NameDigest) -> Option<Place> {
+    pub(in crate::xds) fn get(&self, type_of: Type, name: NameDigest) -> Option<Place> {
         self.types.get(&type_of)?.resources.get(&name).copied()
     }
 
+    /// Returns the number of resources of a type.
+    pub(in crate::xds) fn count(&self, type_of: Type) -> usize {
+        self.types.get(&type_of).map_or(0, |index| index.resources.len())
+    }
+
     /// Returns the places of all resources of a type.
-    pub(super) fn all(&self, type_of: Type) -> Vec<Place> {
+    pub(in crate::xds) fn all(&self, type_of: Type) -> Vec<Place> {
         let index = self.types.get(&type_of);
         index.map_or_else(Vec::new, |index| index.resources.values().copied().collect())
     }
@@ -191,7 +213,7 @@ impl Store {
         let mut bytes = BTreeMap::new();
         for block in self.blocks.values() {
             if let Data::Compressed(data) = &block.data {
-                *bytes.entry(block.type_of).or_default() += data.len() as u64;
+                *bytes.entry(block.type_of).or_default() += length_of(data) as u64;
             }
         }
         bytes
@@ -232,6 +254,15 @@ impl Store {
         place
     }
 
+    /// Appends a complete field of any length.
+    pub(in crate::xds) fn append_any(&mut self, type_of: Type, field: &[u8]) -> Place {
+        if field.len() <= BLOCK {
+            return self.append(type_of, field);
+        }
+        let long = self.extend(None, type_of, field);
+        self.end(long)
+    }
+
     /// Appends bytes to a field that is larger than a block, or begins one. Returns its block.
     pub(super) fn extend(
         &mut self,
@@ -240,22 +271,46 @@ impl Store {
         bytes: &[u8],
     ) -> BlockNumber {
         let number = long.unwrap_or_else(|| {
-            let encoder = Encoder::new(Vec::new(), LEVEL).and_then(|mut encoder| {
-                encoder.set_parameter(CParameter::WindowLog(WINDOW_LOG))?;
-                Ok(encoder)
-            });
-            let empty = |_| Data::Compressed(Arc::default());
-            self.insert(Block::new(type_of, encoder.map_or_else(empty, Data::Long), false))
+            self.insert(Block::new(type_of, Data::Long(Vec::new(), Vec::new()), false))
         });
-        if let Some(block) = self.blocks.get_mut(&number) {
-            block.grow(bytes.len());
-            if let Data::Long(encoder) = &mut block.data
-                && encoder.write_all(bytes).is_err()
-            {
-                block.data = Data::Compressed(Arc::default());
+        let Some(mut block) = self.blocks.remove(&number) else {
+            return number;
+        };
+        block.grow(bytes.len());
+        if let Data::Long(parts, rest) = &mut block.data {
+            let mut bytes = bytes;
+            while let Some((part, after)) = bytes.split_at_checked(BLOCK - rest.len()) {
+                rest.extend_from_slice(part);
+                parts.push(self.compress_part(rest));
+                rest.clear();
+                bytes = after;
             }
+            rest.extend_from_slice(bytes);
         }
+        self.blocks.insert(number, block);
         number
+    }
+
+    /// Compresses a part of a long field, unless it is stored already.
+    fn compress_part(&mut self, bytes: &[u8]) -> Part {
+        let digest = self.digests.hash_one(bytes);
+        if let Some(part) = self.parts.get(&digest).and_then(Weak::upgrade) {
+            return part;
+        }
+        let part = Part::from(self.compress(bytes).unwrap_or_default());
+        if part.is_empty() {
+            return part;
+        }
+        if self.parts.len() == self.parts.capacity() {
+            self.parts.retain(|_, part| part.strong_count() > 0);
+        }
+        self.parts.insert(digest, Arc::downgrade(&part));
+        part
+    }
+
+    fn compress(&mut self, bytes: &[u8]) -> io::Result<Vec<u8>> {
+        let compressor = self.compressor.take().map_or_else(|| Compressor::new(LEVEL), Ok)?;
+        self.compressor.insert(compressor).compress(bytes)
     }
 
     /// Ends a field that is larger than a block.
@@ -284,15 +339,16 @@ impl Store {
         if block.used == 0 {
             return;
         }
-        let data = match block.data {
-            Data::Open(bytes) => {
-                let compressor = self.compressor.take().map_or_else(|| Compressor::new(LEVEL), Ok);
-                compressor.and_then(|it| self.compressor.insert(it).compress(&bytes))
+        block.data = Data::Compressed(match block.data {
+            Data::Open(bytes) => vec![self.compress(&bytes).unwrap_or_default().into()],
+            Data::Long(mut parts, rest) => {
+                if !rest.is_empty() {
+                    parts.push(self.compress_part(&rest));
+                }
+                parts
             }
-            Data::Long(encoder) => encoder.finish(),
-            Data::Compressed(_) => return drop(self.blocks.insert(number, block)),
-        };
-        block.data = Data::Compressed(data.unwrap_or_default().into());
+            Data::Compressed(parts) => parts,
+        });
         self.blocks.insert(number, block);
     }
 
@@ -316,15 +372,29 @@ impl Store {
     }
 
     /// Makes a field the version of a resource.
-    pub(super) fn set(&mut self, type_of: Type, name: NameDigest, place: Place) {
-        let index = self.types.entry(type_of).or_default();
-        if let Some(before) = index.resources.insert(name, place) {
-            self.release(before);
+    pub(in crate::xds) fn set(&mut self, type_of: Type, name: NameDigest, place: Place) {
+        let before = self.get(type_of, name);
+        if before.is_some_and(|before| self.is_equal(before, place)) {
+            return self.release(place);
         }
+        self.types.entry(type_of).or_default().resources.insert(name, place);
+        before.into_iter().for_each(|before| self.release(before));
+    }
+
+    /// Returns true if two long fields are known to be equal.
+    fn is_equal(&self, a: Place, b: Place) -> bool {
+        let parts = |place: Place| match &self.blocks.get(&place.block)?.data {
+            Data::Compressed(parts) if parts.len() > 1 => Some(parts),
+            _ => None,
+        };
+        let pair = parts(a).zip(parts(b)).filter(|_| a.block != b.block && a.length == b.length);
+        pair.is_some_and(|(a, b)| {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
+        })
     }
 
     /// Removes a resource. `removal` is the field with its name.
-    pub(super) fn remove(&mut self, type_of: Type, name: NameDigest, removal: Place) {
+    pub(in crate::xds) fn remove(&mut self, type_of: Type, name: NameDigest, removal: Place) {
         let index = self.types.entry(type_of).or_default();
         index.removals.push(removal);
         if let Some(before) = index.resources.remove(&name) {
@@ -344,9 +414,13 @@ impl Store {
     }
 
     /// Returns the blocks of these fields, in the order of their bytes, adjacent fields at once.
-    pub(super) fn pieces(&mut self, mut places: Vec<Place>) -> Vec<Piece> {
-        self.seal_all();
+    pub(in crate::xds) fn pieces(&mut self, mut places: Vec<Place>) -> Vec<Piece> {
         places.sort_unstable();
+        let numbers = places.iter().map(|place| place.block);
+        for number in BTreeSet::from_iter(numbers) {
+            self.seal(number);
+        }
+        self.compressor = None;
         let mut pieces = Vec::new();
         for fields in places.chunk_by(|a, b| a.block == b.block) {
             let block = fields.first().and_then(|place| self.blocks.get(&place.block));
@@ -360,7 +434,7 @@ impl Store {
                         _ => ranges.push(start..end),
                     }
                 }
-                pieces.push(Piece { data: data.clone(), length: *length, ranges });
+                pieces.push(Piece { data: joined(data), length: *length, ranges });
             }
         }
         pieces
@@ -390,7 +464,7 @@ impl Store {
         else {
             return Ok(false);
         };
-        let bytes = decompress(data.clone(), *length)?.collect::<io::Result<Vec<_>>>()?.concat();
+        let bytes = decompress(joined(data), *length)?.collect::<io::Result<Vec<_>>>()?.concat();
         let resources = self.types.get(&type_of).into_iter().flat_map(|index| &index.resources);
         let moved = resources.filter(|(_, place)| place.block == number);
         for (name, place) in Vec::from_iter(moved.map(|(name, place)| (*name, *place))) {
@@ -429,7 +503,7 @@ impl Store {
             {
                 used.sort_unstable();
                 block.is_written = block.used == length;
-                let (type_of, length, data) = (block.type_of, block.length, data.clone());
+                let (type_of, length, data) = (block.type_of, block.length, joined(data));
                 taken.push(StoredBlock { type_of, data, length, used });
             }
         }
@@ -450,7 +524,7 @@ impl Store {
         stored: StoredBlock,
         fields: Vec<(NameDigest, Option<Range<u64>>)>,
     ) {
-        let mut block = Block::new(stored.type_of, Data::Compressed(stored.data), true);
+        let mut block = Block::new(stored.type_of, Data::Compressed(vec![stored.data]), true);
         let number = self.next_number;
         block.length = stored.length;
         block.used = fields.iter().flat_map(|(_, range)| range).map(length).sum();
@@ -470,6 +544,18 @@ impl Store {
             };
             before.into_iter().for_each(|place| self.release(place));
         }
+    }
+}
+
+fn length_of(parts: &[Part]) -> usize {
+    parts.iter().map(|part| part.len()).sum()
+}
+
+/// Returns the compressed bytes of a block at one place.
+fn joined(parts: &[Part]) -> Part {
+    match parts {
+        [part] => part.clone(),
+        parts => parts.concat().into(),
     }
 }
 

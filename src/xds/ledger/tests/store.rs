@@ -30,6 +30,27 @@ async fn a_resource_of_any_size_comes_out_as_it_went_in_whatever_the_chunks() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_large_resource_that_is_sent_again_without_a_change_is_not_written_again() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::start(parent.path());
+    let (a, b) = (content(1_000_000), content(1_000_000));
+    let all = resources(&[("a", &a), ("b", &b)]);
+    pod.accept_first(&all);
+    assert!(pod.write());
+    let length = || parent.path().join(DIRECTORY).join(FILE).metadata().unwrap().len();
+    let (before, memory) = (length(), pod.ledger.0.state.lock().memory());
+    pod.accept(Type::CLUSTER, "2", &all, &[]);
+    assert!(pod.write());
+    assert!(length() < before + 4096, "a record only");
+    assert_eq!(pod.ledger.0.state.lock().memory(), memory);
+    // A change at the end of one.
+    let changed = resources(&[("a", &format!("{}!", &a[..a.len() - 1])), ("b", &b)]);
+    pod.accept(Type::CLUSTER, "3", &changed, &[]);
+    assert!(pod.write());
+    assert!(pod.stored(Type::CLUSTER) == changed && in_file(parent.path()) == changed);
+}
+
+#[tokio::test(start_paused = true)]
 async fn blocks_do_not_pile_up_while_resources_change_and_the_file_stays_small() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
