@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Duration;
+use std::process::Command;
+use std::time::{Duration, SystemTime};
 
 use envoy_types::pb::envoy::config::core::v3::Node;
 use envoy_types::pb::envoy::service::discovery::v3::{
@@ -23,7 +24,9 @@ use crate::support::control_plane::ControlPlane;
 use crate::support::envoy::Envoy;
 use crate::support::http::{Backend, Fresh, Lasting, Load, get, header};
 use crate::support::names::name_table;
+use crate::support::namespace::{has, is_inside, run};
 use crate::support::pod::{Pod, Settings, ask};
+use crate::support::process::{Process, is_alive};
 use crate::support::programs::envoy_binary;
 use crate::support::resources::{
     answering, cluster, endpoints, listener, logged, routes, secured, secured_listener,
@@ -80,7 +83,7 @@ async fn wait_for_mark(port: u16, mark: &str) {
     .await;
 }
 
-async fn xdsz(pod: &Pod) -> Option<Value> {
+pub(super) async fn xdsz(pod: &Pod) -> Option<Value> {
     serde_json::from_str(&pod.status(Method::GET, "/debug/xdsz").await?).ok()
 }
 
@@ -112,12 +115,13 @@ async fn configuration(pod: &Pod) -> Vec<Value> {
             }
             Value::Array(items) => {
                 items.iter_mut().for_each(strip);
-                items.sort_by_key(Value::to_string);
+                items.sort_by_cached_key(Value::to_string);
             }
             _ => {}
         }
     }
-    let dump = ask(&pod.envoy, "/config_dump?include_eds").await.unwrap();
+    let dump = async || ask(&pod.envoy, "/config_dump?include_eds").await;
+    let dump = eventually("a dump of the configuration", dump).await;
     let mut dump: Value = serde_json::from_str(&dump).unwrap();
     let dumps = dump["configs"].as_array_mut().unwrap();
     let is_dynamic = |dump: &Value| {
@@ -608,6 +612,232 @@ async fn what_istiod_changes_500_times_while_envoy_is_stopped_is_served_after_a_
     pod.restart(&[]);
     eventually("an answer", async || get(ports[0]).await.ok()).await;
     assert_eq!(versions(pod).await, [[500], [500], [500]]);
+}
+
+/// The number of services of a large mesh.
+const SERVICES: usize = 10_000;
+
+fn service(number: usize) -> String {
+    format!("outbound|80||service-{number}.shop.svc.cluster.local")
+}
+
+/// Returns the services from `first` on, a server, and a client of one service.
+fn large_mesh(first: usize, [port, server]: [u16; 2], mark: &str) -> Vec<Value> {
+    let services = (first..first + SERVICES).map(service);
+    let mut all: Vec<_> =
+        services.flat_map(|it| [cluster(&it), endpoints(&it, &[server])]).collect();
+    all.extend([
+        answering("server", server),
+        listener("client", port, "all"),
+        routes("all", &service(SERVICES - 1), mark),
+    ]);
+    all
+}
+
+/// Returns the number of resources of this type that Envoy has when it opens another stream.
+fn initial_versions(control_plane: &mut ControlPlane, type_of: &str) -> Option<usize> {
+    let requests = control_plane.requests().iter().filter(|it| it.type_url.ends_with(type_of));
+    requests.map(|it| it.initial_resource_versions.len()).find(|count| *count > 0)
+}
+
+/// Waits until the file has the newest response of each of these types.
+async fn wait_until_newest_is_stored(pod: &Pod, types: &[&str]) {
+    eventually("a record of the newest responses", async || {
+        let found = xdsz(pod).await?;
+        let is_stored = |name: &&str| {
+            let mut all = found["types"].as_object()?.iter();
+            let (url, it) = all.find(|(url, _)| url.ends_with(*name))?;
+            let stored = &found["kept"][url]["version"];
+            (stored.is_string() && it["last_response"]["version"] == *stored).then_some(())
+        };
+        types.iter().map(is_stored).collect::<Option<()>>()
+    })
+    .await;
+}
+
+/// Returns the time of the last record in the file, in seconds of Unix time.
+async fn last_record(pod: &Pod) -> Option<u64> {
+    let metrics = pod.status(Method::GET, "/stats/prometheus").await?;
+    let mut lines = metrics.lines().filter(|it| it.contains("RouteConfiguration"));
+    let line = lines.find(|it| it.starts_with("istio_agent_xds_kept_timestamp_seconds"))?;
+    line.rsplit(' ').next()?.parse().ok()
+}
+
+fn unix_now() -> u64 {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_services_stay_stored_when_istiod_restarts() {
+    const TYPES: [&str; 3] = ["v3.Cluster", "ClusterLoadAssignment", "RouteConfiguration"];
+    let Some(binary) = envoy_binary() else { return };
+    let ports @ [port, _] = [free_port(), free_port()];
+    let control_plane = ControlPlane::of(&large_mesh(0, ports, "0")).await;
+    let mut workload = workload(&binary, &control_plane).await;
+    wait_for_mark(port, "0").await;
+    wait_until_newest_is_stored(&workload.pod, &TYPES).await;
+    let before = configuration(&workload.pod).await;
+    let mut control_plane = control_plane.kill().await.revive().await;
+    let revived = unix_now();
+    for type_of in &TYPES[..2] {
+        eventually("the names that Envoy has", async || {
+            let names = initial_versions(&mut control_plane, type_of)?;
+            assert_eq!(names, SERVICES, "{type_of}");
+            Some(())
+        })
+        .await;
+    }
+    eventually("a record after the restart", async || {
+        (last_record(&workload.pod).await? > revived).then_some(())
+    })
+    .await;
+    assert_eq!(configuration(&workload.pod).await, before);
+    // The first service is removed, another one is added, and the routes change.
+    control_plane.set(&large_mesh(1, ports, "1")).await;
+    wait_for_mark(port, "1").await;
+    wait_until_newest_is_stored(&workload.pod, &TYPES).await;
+    let after = configuration(&workload.pod).await;
+    assert_ne!(after, before);
+    let _dead = control_plane.kill().await;
+    workload.pod.kill_and_restart(|| ()).await;
+    wait_for_mark(port, "1").await;
+    assert_eq!(source(&workload.pod).await, "kept");
+    assert_eq!(configuration(&workload.pod).await, after);
+}
+
+/// A disk that can hang: a file system in a file that is frozen, or one whose server is stopped.
+struct Disk {
+    server: Option<Process>,
+    place: TempDir,
+}
+
+/// While this exists, the disk hangs.
+struct Hanging<'a>(&'a Disk);
+
+impl Disk {
+    fn frozen() -> Self {
+        let disk = Self { server: None, place: memory() };
+        fs::create_dir(disk.directory()).unwrap();
+        let image = disk.place.path().join("image");
+        fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
+        let image = image.to_str().unwrap();
+        run("mkfs.ext4", &["-q", image]);
+        run("mount", &["-o", "loop", image, &disk.directory()]);
+        disk
+    }
+
+    fn of_server() -> Self {
+        let mut disk = Self { server: None, place: memory() };
+        let (files, directory) = (disk.place.path().join("files"), disk.directory());
+        fs::create_dir(&files).unwrap();
+        fs::create_dir(&directory).unwrap();
+        let mut command = Command::new("bindfs");
+        command.arg("-f").arg(files).arg(&directory);
+        disk.server = Some(Process::start(&mut command, &disk.place.path().join("log")));
+        while !fs::read_to_string("/proc/mounts").unwrap().contains(&directory) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        disk
+    }
+
+    fn directory(&self) -> String {
+        self.place.path().join("disk").to_str().unwrap().to_owned()
+    }
+
+    fn hang(&self) -> Hanging<'_> {
+        match &self.server {
+            Some(server) => server.signal(Signal::STOP),
+            None => run("fsfreeze", &["-f", &self.directory()]),
+        }
+        Hanging(self)
+    }
+}
+
+impl Drop for Hanging<'_> {
+    fn drop(&mut self) {
+        match &self.0.server {
+            Some(server) => server.signal(Signal::CONT),
+            None => run("fsfreeze", &["-u", &self.0.directory()]),
+        }
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        run("umount", &["-l", &self.directory()]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_that_hangs_delays_neither_envoy_nor_probes_nor_a_stop() {
+    const TEST: &str =
+        "last_known_good::a_disk_that_hangs_delays_neither_envoy_nor_probes_nor_a_stop";
+    let Some(binary) = envoy_binary() else { return };
+    if !is_inside(TEST) {
+        return;
+    }
+    let has_loop_devices = Path::new("/dev/loop-control").exists();
+    let can_freeze = has_loop_devices && has("mkfs.ext4") && has("fsfreeze");
+    let frozen = can_freeze.then(Disk::frozen);
+    let disks = frozen.into_iter().chain(has("bindfs").then(Disk::of_server));
+    for disk in disks {
+        let (port, answering_port) = (free_port(), free_port());
+        let of = |mark: usize| {
+            let mut all = client(port, answering_port, &mark.to_string());
+            all[0] = cluster("server");
+            all.push(answering("server", answering_port));
+            all
+        };
+        let control_plane = ControlPlane::of(&of(0)).await;
+        let directory = disk.directory();
+        let more = [("ISTIO_AGENT_KEEP_CONFIG", &*directory), ("ISTIO_META_DNS_CAPTURE", "false")];
+        let mut workload = workload_of(&binary, &control_plane, &more).await;
+        wait_until_newest_is_stored(&workload.pod, &["RouteConfiguration"]).await;
+        let probe = async || workload.pod.status(Method::GET, "/healthz/ready").await;
+        eventually("readiness", probe).await;
+        let hanging = disk.hang();
+        // Changes are written after 5 s.
+        for mark in 1..=20 {
+            let changed = Instant::now();
+            control_plane.set(&of(mark)).await;
+            wait_for_mark(port, &mark.to_string()).await;
+            let took = changed.elapsed();
+            assert!(took <= Duration::from_secs(2), "{took:?}");
+            let asked = Instant::now();
+            probe().await.unwrap();
+            let answered = asked.elapsed();
+            assert!(answered <= Duration::from_secs(2), "{answered:?}");
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+        let thawed = unix_now();
+        assert!(last_record(&workload.pod).await.unwrap() <= thawed - 10);
+        drop(hanging);
+        eventually("a record of the last changes", async || {
+            (last_record(&workload.pod).await? >= thawed).then_some(())
+        })
+        .await;
+
+        let hanging = disk.hang();
+        control_plane.set(&of(21)).await;
+        wait_for_mark(port, "21").await;
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        let stopped = Instant::now();
+        workload.pod.agent.terminate();
+        // The kernel keeps a process with a thread that waits for a frozen disk, but ends its other threads.
+        let agent = workload.pod.agent.pid();
+        until("the end of the agent", || !is_alive(agent)).await;
+        let took = stopped.elapsed();
+        assert!(took <= Duration::from_secs(8), "{took:?}");
+        drop(hanging);
+        assert!(workload.pod.agent.end().await.success());
+        let _dead = control_plane.kill().await;
+        workload.pod.restart(&[]);
+        eventually("a stored route", async || {
+            let head = get(port).await.ok()?;
+            ["20", "21"].contains(&header(&head, "x-mark")?).then_some(())
+        })
+        .await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

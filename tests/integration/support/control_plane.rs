@@ -221,8 +221,11 @@ async fn snapshot(resources: &[Value]) -> Arc<Snapshot> {
     for (pod, resources) in files {
         let folder = folder.path().join(pod);
         std::fs::create_dir(&folder).unwrap();
-        let text = json!({ "resources": resources }).to_string();
-        std::fs::write(folder.join("resources.json"), text).unwrap();
+        // A file is parsed only up to some size.
+        for (number, resources) in resources.chunks(1000).enumerate() {
+            let text = json!({ "resources": resources }).to_string();
+            std::fs::write(folder.join(format!("resources-{number}.json")), text).unwrap();
+        }
     }
     let (snapshots, _) = follow(folder.path().to_owned(), Events::default()).await.unwrap();
     let snapshot = snapshots.borrow();
