@@ -46,13 +46,14 @@ pub async fn relay(socket: &Path, address: &str, root_pem: &str) {
     let (istiod, connection) = istiod::new(config, &registry, shutdown.clone());
     let (ledger, writing) = Ledger::new(
         ledger::Config {
-            volume: Volume::named(directory),
+            volume: Some(Volume::named(directory)),
             former: None,
             own: None,
             max_bytes: 1 << 30,
             max_age: Duration::from_secs(3600),
             after: Duration::from_secs(3600),
             on_nack: true,
+            on_demand: false,
         },
         None,
         &registry,

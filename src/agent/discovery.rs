@@ -48,7 +48,7 @@ impl Agent {
             let (admin, shutdown) = (Some(envoy.admin()), self.shutdown.clone());
             let (ledger, writing) = Ledger::new(config, admin, &self.metrics, shutdown);
             self.spawn("stored configuration", writing);
-            ledger
+            self.ledger.get_or_init(|| ledger).clone()
         });
         // gRPC applications share the directory, and may have created a file of this name.
         let listener = unix_socket::replace(&self.config.bootstrap.xds_socket)?;

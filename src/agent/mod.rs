@@ -21,7 +21,7 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -49,6 +49,7 @@ use crate::standby::{Pair, exec, gate};
 use crate::status::startup::{self, Milestones};
 use crate::version;
 use crate::wasm::Wasm;
+use crate::xds::ledger::Ledger;
 use crate::{doctor, scope, sds, standby, status};
 use handover::ports::Ports;
 use handover::reload::Inputs;
@@ -132,6 +133,8 @@ struct Agent {
     /// The inputs of Envoys. None if the agent does not run Envoy.
     inputs: Option<Arc<Inputs>>,
     supervisor: Option<Supervisor>,
+    /// The ledger, once it exists. Clusters that a bootstrap names are noted in it.
+    ledger: Arc<OnceLock<Ledger>>,
     pair: Option<Pair>,
     /// The takeover from an agent in another container. None if this agent serves from its start.
     successor: Option<Successor>,
@@ -165,6 +168,7 @@ impl Agent {
             inputs: inputs.map(Arc::new),
             config,
             supervisor: None,
+            ledger: Arc::default(),
             pair,
             successor: None,
             ports,
@@ -265,7 +269,14 @@ impl Agent {
         if self.pair.is_some() {
             config.shared_directory = standby::DIRECTORY.into();
         }
-        let prepare = Arc::new(move |epoch| inputs.prepare(epoch));
+        let ledger = self.ledger.clone();
+        let prepare = Arc::new(move |epoch| {
+            let prepared = inputs.prepare(epoch)?;
+            if let Some(ledger) = ledger.get() {
+                ledger.note_bootstrap(&prepared.command.bootstrap);
+            }
+            Ok(prepared)
+        });
         let is_replaced = config.hot_restart.is_some();
         let (envoy, supervisor) = envoy::new(config, prepare, stop, &self.metrics);
         self.supervisor = Some(Box::pin(supervisor));

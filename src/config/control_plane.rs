@@ -9,6 +9,7 @@ use std::time::Duration;
 use http::{HeaderName, HeaderValue};
 
 use super::environment::{self as variables, Environment, Variable};
+use super::pod::NodeType;
 use super::{HOST_PORT, Loader, below};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 use crate::net::address;
@@ -98,16 +99,38 @@ impl Loader<'_> {
     }
 
     /// Configures the storage of the last known good configuration; None if it is not stored.
-    pub(super) fn last_known_good(&self) -> Option<ledger::Config> {
-        Some(ledger::Config {
-            volume: self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG)?,
+    ///
+    /// Clusters on demand need it in memory, even if nothing is stored.
+    pub(super) fn last_known_good(&mut self) -> Option<ledger::Config> {
+        let volume = self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG);
+        let on_demand = self.on_demand();
+        (on_demand || volume.is_some()).then(|| ledger::Config {
+            volume,
             former: None,
             own: None,
             max_bytes: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES),
             max_age: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_MAX_AGE),
             after: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_AFTER),
             on_nack: self.get(&variables::ISTIO_AGENT_KEEP_CONFIG_ON_NACK),
+            on_demand,
         })
+    }
+
+    /// Returns true if Envoy gets clusters on demand. Warns if it cannot, although the operator wants it.
+    fn on_demand(&mut self) -> bool {
+        let variable = &variables::ISTIO_AGENT_ON_DEMAND_CLUSTERS;
+        let obstacle = match self.flags.kind {
+            _ if !self.get(variable) => return false,
+            _ if self.get(&variables::DISABLE_ENVOY) => {
+                "this agent does not run Envoy (DISABLE_ENVOY=true)".to_owned()
+            }
+            NodeType::Sidecar if self.get(&variables::ISTIO_DELTA_XDS) => return true,
+            NodeType::Sidecar => "Envoy does not use delta xDS (ISTIO_DELTA_XDS=false)".to_owned(),
+            kind => format!("the proxy is a {kind}, and not a sidecar"),
+        };
+        let problem = Problem::new(codes::ON_DEMAND_OFF, variable.row.name, obstacle);
+        self.notes.warnings.push(problem);
+        false
     }
 
     /// Configures the connection to the certificate authority, which may be the one for discovery.

@@ -330,3 +330,31 @@ fn an_invalid_statistics_annotation_is_left_out() {
         assert_eq!(taken, good, "{annotation}={value}");
     }
 }
+
+#[test]
+fn clusters_on_demand_need_a_sidecar_with_delta_xds_and_an_envoy_but_no_directory() {
+    let (name, delta) = ("ISTIO_AGENT_ON_DEMAND_CLUSTERS", "ISTIO_DELTA_XDS");
+    let keep = "ISTIO_AGENT_KEEP_CONFIG";
+    for (flags, more, is_on, obstacle) in [
+        ("sidecar", ("", ""), true, ""),
+        ("sidecar", (delta, "true"), true, ""),
+        ("sidecar", (delta, "false"), false, "ISTIO_DELTA_XDS=false"),
+        ("sidecar", ("DISABLE_ENVOY", "true"), false, "DISABLE_ENVOY=true"),
+        ("router", ("", ""), false, "is a router"),
+        ("waypoint", ("", ""), false, "is a waypoint"),
+    ] {
+        for directory in ["", "./data"] {
+            let config = machine(&[(name, "true"), (keep, directory), more]).load(flags);
+            let config = config.expect("good");
+            let ledger = config.last_known_good;
+            assert_eq!(ledger.is_some(), is_on || !directory.is_empty(), "{flags} {more:?}");
+            assert_eq!(ledger.is_some_and(|it| it.on_demand), is_on, "{flags} {more:?}");
+            let mut warnings = config.warnings.iter().filter(|it| it.subject == name);
+            let found = warnings.next().map_or("", |it| &*it.found);
+            assert!(found.contains(obstacle), "{found}");
+            assert_eq!(found.is_empty(), is_on);
+        }
+    }
+    let config = machine(&[(keep, "")]).load("router").expect("good");
+    assert!(config.last_known_good.is_none() && config.warnings.is_empty());
+}

@@ -87,7 +87,7 @@ fn certificates_are_kept_written_and_encoded_as_configured() {
     assert_eq!(secrets.renewal.encoding, Encoding::Traditional);
     assert!(secrets.output.is_none() && !secrets.mesh_roots);
     let volumes =
-        [secrets.renewal.cache.clone(), config.last_known_good.clone().map(|it| it.volume)];
+        [secrets.renewal.cache.clone(), config.last_known_good.clone().and_then(|it| it.volume)];
     let volumes = volumes.map(|volume| volume.expect("a default"));
     assert!(volumes.iter().all(|volume| volume.is_default));
     let directories = volumes.map(|volume| volume.directory);

@@ -34,8 +34,14 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         inspect::endpoints(admin),
         inspect::refusals(admin),
     );
-    let rejected = subject.running.map(|it| it.discovery.snapshot().rejections());
-    checks.extend(rejected.iter().flatten().map(Check::from));
+    if let Some(seen) = subject.running.map(|it| it.discovery.snapshot()) {
+        checks.extend(seen.rejections().iter().map(Check::from));
+        if let Some(on_demand) = &seen.on_demand {
+            let problems = on_demand.problems();
+            checks.extend(problems.iter().map(|it| Check::with_level(Level::Warning, it)));
+            checks.push(Check::ok("clusters on demand", on_demand.summary()));
+        }
+    }
     match server {
         Ok(server) => {
             let text = |name| server[name].as_str().unwrap_or("unknown");

@@ -9,7 +9,7 @@ pub(super) async fn checks(config: &Config) -> Vec<Check> {
     let certificate = config.secrets.renewal.cache.as_ref();
     let mut checks = vec![check(Content::Certificate, certificate).await];
     checks.push(if config.bootstrap.delta {
-        let volume = config.last_known_good.as_ref().map(|it| &it.volume);
+        let volume = config.last_known_good.as_ref().and_then(|it| it.volume.as_ref());
         let stored = check(Content::Configuration, volume).await;
         if config.envoy.is_none() && stored.level == Level::Ok {
             Check::skipped(stored.name, "not stored with DISABLE_ENVOY=true")

@@ -115,6 +115,7 @@ fn differences(container: &Container, annotations: &Pairs) -> Vec<ContainerCheck
     if let Some(words) = &container.words {
         let env = container.env.clone().into_iter().collect();
         findings.command_line(words.clone(), &env, annotations);
+        findings.image(container, &env);
     } else {
         let why = "it is not a command line of a sidecar or gateway, so it was not compared";
         findings.add(Check::skipped("command line", why), None);
@@ -125,6 +126,9 @@ fn differences(container: &Container, annotations: &Pairs) -> Vec<ContainerCheck
     }
     findings.found
 }
+
+/// The first minor version of Istio 1 whose Envoy can discover clusters.
+const FIRST_ON_DEMAND: u32 = 31;
 
 /// Collects the findings of a container.
 struct Findings<'a> {
@@ -185,6 +189,17 @@ impl Findings<'_> {
                 let row = find_row(Selector::VariableWithoutEffect);
                 self.add(Check::ok(name, why), row);
             }
+        }
+    }
+
+    /// Warns of an image whose Envoy cannot discover clusters.
+    fn image(&mut self, container: &Container, env: &Environment) {
+        let variable = &environment::ISTIO_AGENT_ON_DEMAND_CLUSTERS;
+        let code = codes::ON_DEMAND_OFF;
+        let is_off = !env.get(variable) || self.found.iter().any(|it| it.check.code == code.name);
+        if let Some(minor) = container.istio_minor.filter(|it| *it < FIRST_ON_DEMAND && !is_off) {
+            let found = format!("the image has Istio 1.{minor}, whose Envoy is older than 1.39.0");
+            self.problem(Level::Warning, &Problem::new(code, variable.row.name, found));
         }
     }
 

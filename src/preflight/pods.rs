@@ -36,6 +36,8 @@ pub(super) struct Container {
     /// The command and its arguments, without the program. None if another program runs.
     pub(super) words: Option<Vec<String>>,
     pub(super) env: Pairs,
+    /// The minor version of Istio 1, if the container has an image of Istio's proxy.
+    pub(super) istio_minor: Option<u32>,
     /// Variables with a value from a ConfigMap, a Secret or a file.
     pub(super) unread: Vec<String>,
 }
@@ -125,11 +127,18 @@ impl Container {
         let (env, unread) = variables(container);
         (is_compared || name == "istio-proxy").then(|| Self {
             name: name.to_owned(),
+            istio_minor: istio_minor(container["image"].as_str().unwrap_or_default()),
             words: is_compared.then_some(words),
             env,
             unread,
         })
     }
+}
+
+/// Returns the minor version in the name of an image of Istio's proxy, such as `docker.io/istio/proxyv2:1.31.0`.
+fn istio_minor(image: &str) -> Option<u32> {
+    let (_, tag) = image.split('@').next()?.rsplit_once("/proxyv2:")?;
+    tag.strip_prefix("1.")?.split(['.', '-']).next()?.parse().ok()
 }
 
 /// Returns the variables with a value, and the names of those whose value is in another object. The pod's own names,

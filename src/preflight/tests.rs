@@ -482,3 +482,30 @@ fn a_text_without_pods_is_an_error() {
         assert!(error.starts_with(expected), "{text}: {error}");
     }
 }
+
+#[test]
+fn pods_that_cannot_get_clusters_on_demand_are_named() {
+    let on = "ISTIO_AGENT_ON_DEMAND_CLUSTERS";
+    for (kind, image, delta, reason) in [
+        ("sidecar", "", "true", None),
+        ("sidecar", "docker.io/istio/proxyv2:1.31.0", "true", None),
+        ("sidecar", "hub:5000/proxyv2:1.31-alpha@sha256:0", "true", None),
+        ("sidecar", "hub/own:1.20.0", "true", None),
+        ("sidecar", "docker.io/istio/proxyv2:1.30.2-distroless", "true", Some("has Istio 1.30")),
+        ("router", "docker.io/istio/proxyv2:1.30.2", "true", Some("a router")),
+        ("sidecar", "", "false", Some("ISTIO_DELTA_XDS=false")),
+    ] {
+        for is_on in ["true", "false"] {
+            let mut pod = pod(&[], json!({on: is_on, "ISTIO_DELTA_XDS": delta}), json!({}));
+            let proxy = &mut pod["spec"]["containers"][1];
+            (proxy["args"][1], proxy["image"]) = (json!(kind), json!(image));
+            let report = report(&pod.to_string()).expect("a pod");
+            let found = report.findings.iter().map(|it| &it.found.check);
+            let found: Vec<_> = found.filter(|it| it.code == "ON_DEMAND_OFF").collect();
+            let reason = reason.filter(|_| is_on == "true");
+            assert_eq!(found.len(), usize::from(reason.is_some()), "{kind} {image} {delta}");
+            let is_named = |it: &&Check| it.found.contains(reason.unwrap_or_default());
+            assert!(found.iter().all(is_named), "{found:?}");
+        }
+    }
+}

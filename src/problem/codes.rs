@@ -206,6 +206,9 @@ codes! {
     ISTIOD_ERROR: "istiod refuses a call for another reason", "", "`kubectl logs -n istio-system deployment/istiod` gives the reason";
     GOOGLE_TOKEN_MISSING: "the token of Google's metadata service cannot be read or stored", "", "give the machine a service account, and the agent write access to the token file";
     RESPONSE_REFUSED: "the agent cannot use a response of istiod", "the last one stays in use", "`kubectl logs -n istio-system deployment/istiod` shows what it sends";
+    ON_DEMAND_OFF: "`ISTIO_AGENT_ON_DEMAND_CLUSTERS` is set for a workload that cannot use it", "Envoy gets all clusters", "remove `ISTIO_AGENT_ON_DEMAND_CLUSTERS`; it needs a sidecar whose Envoy the agent runs, delta xDS, and Envoy 1.39.0 or later";
+    ON_DEMAND_LISTENER_REFUSED: "Envoy rejects a listener into which the agent has inserted the discovery of clusters", "Envoy gets the listener as istiod has sent it, and the clusters that it names", "report it with the listener (`istioctl proxy-config listeners -o yaml`); without `ISTIO_AGENT_ON_DEMAND_CLUSTERS` nothing is inserted";
+    ON_DEMAND_CLUSTER_WARMS: "Envoy has not answered a response with clusters for 1 s", "Envoy loads no other cluster until it answers; the agent withdraws the new ones, and offers them again after 30 s", "check that the endpoints, host names and secrets of the named clusters exist";
     KEPT_CONFIG_UNWRITABLE: "the directory that `ISTIO_AGENT_KEEP_CONFIG` names cannot be written", "a restarted container waits for istiod", "mount a directory there that the agent's user can write, or correct `ISTIO_AGENT_KEEP_CONFIG`";
     KEPT_CONFIG_UNUSABLE: "stored configuration cannot be served", "Envoy waits for istiod", "delete the files of the directory in `ISTIO_AGENT_KEEP_CONFIG`";
     }

@@ -90,6 +90,8 @@ pub enum Disposition {
     Withhold,
     /// The response goes to the interceptor of this index.
     Intercept(usize),
+    /// Envoy gets other responses in its place ([`super::on_demand`]).
+    Replace,
 }
 
 impl Interceptors {

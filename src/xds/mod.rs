@@ -13,6 +13,7 @@ pub mod interceptor;
 pub mod ledger;
 mod metrics;
 pub mod observe;
+mod on_demand;
 mod phase;
 pub(crate) mod relay;
 pub mod request;
@@ -25,6 +26,9 @@ pub mod wire;
 /// The types of responses that the relay or the store treats specially.
 const CLUSTER: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
+const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret";
+const ROUTES: &str = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
 const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
 const WORKLOAD: &str = "type.googleapis.com/istio.workload.Workload";
 

@@ -24,6 +24,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -35,6 +36,7 @@ use super::interceptor::Interceptors;
 use super::ledger::EnvoyCache;
 use super::ledger::replay::Replay;
 use super::observe::{Observer, Services, Source};
+use super::on_demand::OnDemand;
 use super::phase::{Event, IstiodStream, Phase, Requests};
 use super::running_interceptors::RunningInterceptors;
 use super::stream::StreamState;
@@ -58,6 +60,9 @@ pub(super) const MAX_QUEUED: usize = 64 << 20;
 /// The upper bound of the first wait after istiod has ended a stream without a response. [`MAX_WAIT`] limits any wait.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(4);
+
+/// The most bytes of responses that are read and stored before other tasks of the thread run, such as probes.
+const MAX_UNYIELDED: usize = 64 << 10;
 
 /// The most frames between the relay and the client's socket, which have 256 KiB together.
 const FRAMES: usize = 16;
@@ -138,6 +143,8 @@ struct Relay<'a> {
     /// read requests while it waits for a large response to be taken, and the client may not take it before its
     /// requests are sent. If no hop had a queue, all would wait for each other.
     queue: Requests,
+    /// The bytes of responses that have been stored since other tasks ran.
+    unyielded: usize,
     /// The part of [`RelayConfig::shared_memory`] that this relay has.
     memory_permit: Option<OwnedSemaphorePermit>,
     backoff: Backoff,
@@ -174,6 +181,7 @@ impl<'a> Relay<'a> {
             resendable: Some(Requests::default()),
             first_response_due: None,
             queue: Requests::default(),
+            unyielded: 0,
             memory_permit: None,
             backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
             failures: Repetition::default(),
@@ -250,6 +258,9 @@ impl<'a> Relay<'a> {
                     // again (`wants_responses`).
                     self.state.recorder.clusters_due = None;
                 }
+                Some(event) = OnDemand::next(&mut self.state.on_demand) => {
+                    self.state.handle_on_demand(event);
+                }
                 Some(()) = self.state.recorder.next_accepted() => self.state.send_waiting(),
                 Some(()) = OptionFuture::from(stored_due.map(sleep_until)) => {
                     self.state.recorder.note_stored_due();
@@ -266,6 +277,10 @@ impl<'a> Relay<'a> {
             }
             self.forward();
             self.reserve_memory()?;
+            if self.unyielded >= MAX_UNYIELDED {
+                self.unyielded = 0;
+                yield_now().await;
+            }
         }
     }
 
@@ -273,6 +288,10 @@ impl<'a> Relay<'a> {
     fn handle_event(&mut self, event: Event) -> Result<(), End> {
         match event {
             Event::Data(bytes) => {
+                // Without storing, a response costs so little that other tasks do not wait.
+                if self.config.store.is_some() {
+                    self.unyielded += bytes.len();
+                }
                 self.state.read_responses(bytes)?;
                 if self.state.has_responded
                     && let Phase::Relaying(stream) = &mut self.phase
@@ -404,6 +423,7 @@ impl<'a> Relay<'a> {
             let istiod = &self.config.istiod;
             istiod.record_failure(&stream.connection, false, &problem);
         }
+        self.state.on_demand = None;
         self.state.restart();
         self.queue = self.resendable.take().unwrap_or_default();
         let istiod_answers = Box::pin(self.until_istiod_answers());

@@ -13,6 +13,7 @@ use super::interceptor::{HEALTH, Interceptors, Outcome, SecondOutcome, encode_re
 use super::ledger::rejected::NONCE;
 use super::ledger::{EnvoyCache, Recorder};
 use super::observe::{Observer, Services, Source};
+use super::on_demand::{self, OnDemand};
 use super::request::{Request, RequestReader, frame, without_nonce};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 use super::{LISTENER, Protocol};
@@ -47,6 +48,8 @@ pub(super) struct StreamState {
     pub(super) recorder: Recorder,
     /// None for clients other than Envoy.
     pub(super) services: Option<Services>,
+    /// None unless Envoy gets clusters on demand, and the responses are istiod's.
+    pub(super) on_demand: Option<OnDemand>,
 }
 
 impl StreamState {
@@ -58,6 +61,8 @@ impl StreamState {
         max_request_bytes: usize,
         store: Option<EnvoyCache>,
     ) -> Self {
+        let cache = store.clone().filter(EnvoyCache::is_on_demand);
+        let on_demand = cache.map(|cache| OnDemand::new(cache, id, observer.clone()));
         Self {
             id,
             protocol,
@@ -74,6 +79,7 @@ impl StreamState {
             source: Source::Istiod,
             recorder: Recorder::new(store, id),
             services: None,
+            on_demand,
         }
     }
 
@@ -91,7 +97,6 @@ impl StreamState {
                 request.nonce.clear();
                 request.rejection = None;
             }
-            let type_url = &request.type_url;
             log_request(self.id, self.protocol, &request.frame);
             if let Some(services) = &mut self.services
                 && let Some(count) = services.apply_request(&request, self.protocol)
@@ -100,12 +105,21 @@ impl StreamState {
             }
             self.observer.record_request(&request);
             self.recorder.record_request(&request);
+            self.on_demand.take_if(|it| it.is_unsupported(&request));
+            if let Some(on_demand) = &mut self.on_demand {
+                let is_forwarded = on_demand.read_request(&mut request);
+                on_demand.publish();
+                self.to_istiod.append(&mut on_demand.to_istiod);
+                if !is_forwarded {
+                    return;
+                }
+            }
             if self.protocol == Protocol::Delta {
-                self.interceptors.note_request(type_url, &request.frame);
+                self.interceptors.note_request(&request.type_url, &request.frame);
             }
             self.to_istiod.push(request.frame);
             // Envoy asks for listeners once its clusters are warm, so the agent's own subscriptions do not delay it.
-            if type_url == LISTENER
+            if request.type_url == LISTENER
                 && !std::mem::replace(&mut self.has_sent_own_subscriptions, true)
             {
                 for frame in self.interceptors.subscriptions(self.protocol) {
@@ -135,13 +149,21 @@ impl StreamState {
     /// Takes bytes of responses. Queues those for the client in `to_client`, and complete responses for interceptors
     /// in `captured`. Fails if the bytes are not responses.
     pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
+        self.note_replaced();
+        let mut malformed = None;
         let read = self.responses.feed(bytes, |output| match output {
             Output::Begins { type_url, length } => {
                 self.has_responded = true;
                 self.recorder.begin_response(&type_url, length);
+                if let Some(on_demand) = &mut self.on_demand {
+                    on_demand.begin_response(&type_url, length);
+                }
             }
             Output::Pass(bytes) => {
                 self.recorder.record_bytes(&bytes);
+                if let Some(on_demand) = &mut self.on_demand {
+                    on_demand.read_bytes(&bytes);
+                }
                 self.to_client.push_back(bytes);
             }
             Output::Complete(received) => {
@@ -161,7 +183,11 @@ impl StreamState {
                     let type_url = &received.type_url;
                     tracing::error!(target: "xdsproxy", "Skipping forwarding type url {type_url} to Envoy as is not a valid Envoy type");
                 }
-                self.recorder.complete_response(&received);
+                self.recorder.complete_response(&received, self.on_demand.as_mut());
+                if let Some(on_demand) = &mut self.on_demand {
+                    on_demand.end_response();
+                    on_demand.publish();
+                }
                 self.observer.record_response(received, self.source);
             }
             // A response without resources is not consumed, and istiod gets no ACK, as from pilot-agent. If
@@ -170,8 +196,32 @@ impl StreamState {
                 if response.received.resources == 0
                     && self.interceptors.get(response.interceptor).subscribes() => {}
             Output::Captured(response) => self.captured.push_back(response),
+            Output::Replaced(received, message) => {
+                let Some(on_demand) = &mut self.on_demand else {
+                    return;
+                };
+                let read = on_demand.read_response(&received, &message);
+                on_demand.publish();
+                // No other message passes, and later ones may need these clusters.
+                self.to_client.extend(on_demand.to_envoy.drain(..));
+                match read {
+                    Ok(None) => {}
+                    Ok(Some(message)) => {
+                        self.recorder.record_message(&received, &message, false);
+                        self.to_client.push_back(frame(&message));
+                    }
+                    Err(status) => malformed = Some(status),
+                }
+            }
         });
+        if let Some(status) = malformed {
+            return Err(End::bad_response(&status));
+        }
         read.map_err(|status| End::bad_response(&status))?;
+        if self.on_demand.as_ref().is_some_and(OnDemand::has_lost_clusters) {
+            let status = Status::internal("the ledger has been dropped; istiod is asked again");
+            return Err(End::bad_response(&status));
+        }
         self.send_waiting();
         Ok(())
     }
@@ -199,6 +249,9 @@ impl StreamState {
                 let Received { type_url, nonce, .. } = response;
                 tracing::debug!(target: "xdsproxy", id = self.id, nonce, "forward {}", short_type(type_url));
                 self.recorder.record_message(response, &message, false);
+                if let Some(on_demand) = &mut self.on_demand {
+                    on_demand.read_extensions(&message);
+                }
                 self.rewritten_waiting.push_back(frame(&message));
                 self.send_waiting();
                 return second;
@@ -216,15 +269,36 @@ impl StreamState {
         self.to_istiod.push(request);
     }
 
-    /// Sends rewritten messages and stored versions, unless another message is passing.
+    /// Sends rewritten messages, responses of the agent and stored versions, unless another message is passing.
     pub(super) fn send_waiting(&mut self) {
+        if let Some(on_demand) = &mut self.on_demand {
+            self.to_istiod.append(&mut on_demand.to_istiod);
+        }
         if self.responses.is_passing() {
             return;
+        }
+        if let Some(on_demand) = &mut self.on_demand {
+            self.to_client.extend(on_demand.to_envoy.drain(..));
         }
         self.to_client.append(&mut self.rewritten_waiting);
         while let Some(frame) = self.recorder.take_stored() {
             self.to_client.push_back(frame);
         }
+    }
+
+    /// Tells the reader which responses the agent replaces.
+    fn note_replaced(&mut self) {
+        let on_demand = self.on_demand.as_ref();
+        self.responses.replace(on_demand.map_or(&[], OnDemand::replaced_types));
+    }
+
+    /// Handles what is due for clusters on demand.
+    pub(super) fn handle_on_demand(&mut self, event: on_demand::Event) {
+        if let Some(on_demand) = &mut self.on_demand {
+            on_demand.handle(event);
+            on_demand.publish();
+        }
+        self.send_waiting();
     }
 
     /// Returns true if there is room for more of istiod's responses.

@@ -189,6 +189,7 @@ variables! {
     ISTIO_AGENT_KEEP_CONFIG_MAX_AGE: Duration = "24h", "The last known good configuration is not served if the stream to istiod was last open longer ago than this.", Own;
     ISTIO_AGENT_KEEP_CONFIG_MAX_BYTES: u64 = "16777216", "Maximum size of the stored configuration in memory, in bytes: compressed resources and their index. If it needs more, nothing is stored. The file has up to twice this size.", Own;
     ISTIO_AGENT_KEEP_CONFIG_ON_NACK: bool = "true", "If a new Envoy refuses resources of istiod, the agent sends it the stored versions of these resources.", Own;
+    ISTIO_AGENT_ON_DEMAND_CLUSTERS: bool = "false", "Envoy gets a cluster when the workload first uses it, instead of all clusters ([page](operations/on-demand-clusters.md)). Only for sidecars with delta xDS and Envoy 1.39.0 or later.", Own;
     ISTIO_AGENT_KEEP_CERTS: Option<PathBuf> = "./etc/istio/proxy", "In-memory directory that stores key and certificate, so that they survive a restart of the container. The default is used if it is a volume in memory. If empty, nothing is stored.", Own;
     ISTIO_AGENT_CORE_DUMP: bool = "false", "Allows the agent to dump core and to be debugged, which exposes its keys.", Own;
     ISTIO_META_DNS_CAPTURE: bool = "false", "Answers DNS queries in sidecars; also sent as node metadata.", Same;

@@ -58,6 +58,7 @@ fn discovery() -> Discovery {
         last_end: None,
         types: BTreeMap::new(),
         kept: None,
+        on_demand: None,
         after_nack: BTreeMap::new(),
         accepted: BTreeMap::new(),
         rejected: BTreeMap::new(),

@@ -37,6 +37,9 @@ pub(super) struct Record {
     pub(super) identity: String,
     /// The last time at which istiod's stream was open, in seconds of Unix time.
     pub(super) current: u64,
+    /// The names of the clusters that an Envoy has used, if it gets clusters on demand.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) used: Vec<String>,
     /// By type URL.
     pub(super) types: BTreeMap<String, TypeRecord>,
 }

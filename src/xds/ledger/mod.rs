@@ -17,27 +17,30 @@ mod view;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use futures_util::future::OptionFuture;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 use tokio::sync::Notify;
 use tokio::task::{spawn_blocking, yield_now};
 use tokio::time::sleep_until;
 use tokio_util::sync::CancellationToken;
 
-use super::{CLUSTER, ENDPOINTS, LISTENER, Protocol, WORKLOAD};
+use super::on_demand::OnDemandSnapshot;
+use super::{CLUSTER, ENDPOINTS, EXTENSION, LISTENER, Protocol, ROUTES, WORKLOAD};
 use crate::envoy::admin::Admin;
 use crate::files::directory::Directory;
+use crate::files::regular_file::{self, MAX_SETTINGS};
 use crate::files::volume::{Content, Volume};
 use crate::metrics::{Counter, Kind, Registry};
 use crate::runtime::clock::rfc3339;
 pub(super) use recorder::Recorder;
 pub use rejected::StoredResource;
-use state::State;
+pub(super) use state::State;
+pub(super) use view::{Field, Response};
 
 /// The directory below the configured one, and the file in it.
 const DIRECTORY: &str = Content::Configuration.directory();
@@ -48,12 +51,12 @@ const FILE: &str = "configuration";
 pub(super) struct Type(&'static str);
 
 impl Type {
-    const CLUSTER: Self = Self(CLUSTER);
-    const LISTENER: Self = Self(LISTENER);
-    const ENDPOINTS: Self = Self(ENDPOINTS);
-    const ROUTES: Self = Self("type.googleapis.com/envoy.config.route.v3.RouteConfiguration");
+    pub(super) const CLUSTER: Self = Self(CLUSTER);
+    pub(super) const LISTENER: Self = Self(LISTENER);
+    pub(super) const ENDPOINTS: Self = Self(ENDPOINTS);
+    const ROUTES: Self = Self(ROUTES);
     /// Before the agent rewrites resources of this type, they may hold pull secrets of Wasm modules.
-    const EXTENSION: Self = Self("type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig");
+    const EXTENSION: Self = Self(EXTENSION);
 
     /// Returns the type of this URL if it is stored. Secrets are not.
     fn of(url: &str) -> Option<Self> {
@@ -94,7 +97,8 @@ const OTHER_NODE: &str = "it is stored for another node";
 /// Settings of the ledger.
 #[derive(Clone, Debug)]
 pub struct Config {
-    pub volume: Volume,
+    /// The directory of the file. If None, nothing is stored, and the ledger is in memory only.
+    pub volume: Option<Volume>,
     /// The directory of the container that has served last, if it is another one. Its configuration is read, if there is
     /// any, in place of this container's.
     pub former: Option<PathBuf>,
@@ -108,28 +112,36 @@ pub struct Config {
     pub after: Duration,
     /// True if a new Envoy that rejects resources of istiod gets their stored versions.
     pub on_nack: bool,
+    /// True if Envoy gets clusters on demand. The ledger is used then, even if nothing can be stored.
+    pub on_demand: bool,
 }
 
 impl Config {
     /// Makes `own` the directory of stored configuration, and reads the configuration in the directory `former`. Both are
     /// directories of the volume. The task that writes creates `own`, because a volume may hang.
     pub fn continue_in(&mut self, own: &str, former: Option<String>) {
-        let parent = self.volume.directory.clone();
+        let Some(volume) = &mut self.volume else {
+            return;
+        };
+        let parent = volume.directory.clone();
         self.former = former.map(|former| parent.join(former));
-        self.volume.directory.push(own);
+        volume.directory.push(own);
         self.own = Some(own.to_owned());
     }
 
     /// Creates the directory of this container in the volume, and prepares the directory of the file. Logs a failure.
     /// Returns true if configuration is to be stored. May block.
     fn prepare(&self) -> bool {
-        if let (Some(own), Some(parent)) = (&self.own, self.volume.directory.parent())
+        let Some(volume) = &self.volume else {
+            return false;
+        };
+        if let (Some(own), Some(parent)) = (&self.own, volume.directory.parent())
             && let Err(error) = Directory::private(parent, own, true)
         {
-            let path = self.volume.directory.display();
+            let path = volume.directory.display();
             tracing::warn!("cannot create the directory of stored configuration: {path}: {error}");
         }
-        self.volume.prepare(Content::Configuration)
+        volume.prepare(Content::Configuration)
     }
 }
 
@@ -192,6 +204,20 @@ impl Shared {
         }
         let shared = self.clone();
         registry.computed(
+            "istio_agent_on_demand_clusters",
+            "Clusters of an Envoy that gets them on demand, by state",
+            Kind::Gauge,
+            &["state"],
+            move |series| {
+                let states =
+                    shared.state.lock().catalog.snapshot.as_ref().map(OnDemandSnapshot::by_state);
+                for (name, count) in states.iter().flatten() {
+                    series(&[name], *count as f64);
+                }
+            },
+        );
+        let shared = self.clone();
+        registry.computed(
             "istio_agent_xds_kept_after_nack",
             "Resources of which Envoy has the stored version, because it has refused istiod's",
             Kind::Gauge,
@@ -208,7 +234,8 @@ impl Shared {
 
     /// Adds the path of the file to an error.
     fn with_path(&self, error: impl std::fmt::Display) -> io::Error {
-        let path = self.config.volume.directory.join(DIRECTORY).join(FILE);
+        let directory = self.config.volume.as_ref().map(|it| it.directory.join(DIRECTORY));
+        let path = directory.unwrap_or_default().join(FILE);
         io::Error::other(format!("{}: {error}", path.display()))
     }
 }
@@ -225,7 +252,7 @@ impl Ledger {
         shutdown: CancellationToken,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
         let shared = Arc::new(Shared {
-            state: Mutex::new(State::new(config.max_bytes, config.on_nack)),
+            state: Mutex::new(State::new(config.max_bytes, config.on_nack, config.on_demand)),
             config,
             admin,
             changed: Notify::new(),
@@ -242,10 +269,20 @@ impl Ledger {
         (Self(shared.clone()), write(shared, shutdown))
     }
 
+    /// Notes the clusters that a bootstrap names, which Envoy does not discover on demand. May block.
+    pub(crate) fn note_bootstrap(&self, path: &Path) {
+        if self.0.config.on_demand
+            // Envoy says what is wrong with the file.
+            && let Ok(bootstrap) = regular_file::read(path, MAX_SETTINGS)
+        {
+            self.0.state.lock().catalog.add_mentions_in(&bootstrap);
+        }
+    }
+
     /// Returns the ledger for the Envoy of this process. Only delta streams can use it.
     pub(super) fn envoy_cache(&self, pid: i32, protocol: Protocol) -> Option<EnvoyCache> {
         if protocol == Protocol::Sotw {
-            if !self.0.config.volume.is_default {
+            if self.0.config.volume.as_ref().is_some_and(|it| !it.is_default) {
                 tracing::warn!(target: "xdsproxy", "ISTIO_AGENT_KEEP_CONFIG needs delta xDS: set ISTIO_DELTA_XDS=true");
             }
             return None;
@@ -266,6 +303,11 @@ impl Ledger {
         let state = self.0.state.lock();
         let names = state.rejected.iter();
         names.map(|(type_of, names)| (type_of.url(), names.clone())).collect()
+    }
+
+    /// Describes the clusters of the newest Envoy. Returns None unless it gets clusters on demand.
+    pub(super) fn on_demand(&self) -> Option<OnDemandSnapshot> {
+        self.0.state.lock().catalog.snapshot.clone()
     }
 
     /// Returns the number of resources that the newest Envoy has, by type URL.
@@ -299,7 +341,9 @@ async fn write(shared: Arc<Shared>, shutdown: CancellationToken) {
     };
     if !is_used {
         shared.state.lock().turn_off();
-        return shutdown.cancelled().await;
+        if !shared.config.on_demand {
+            return shutdown.cancelled().await;
+        }
     }
     let reading = spawn_blocking({
         let shared = shared.clone();
@@ -313,7 +357,8 @@ async fn write(shared: Arc<Shared>, shutdown: CancellationToken) {
         }
         () = shutdown.cancelled() => return,
     }
-    let mut writer = file::Writer::new(shared.config.volume.directory.clone());
+    let volume = shared.config.volume.as_ref();
+    let mut writer = volume.map(|it| file::Writer::new(it.directory.clone()));
     loop {
         let due = OptionFuture::from(shared.state.lock().write_due().map(sleep_until));
         let is_last = tokio::select! {
@@ -328,20 +373,20 @@ async fn write(shared: Arc<Shared>, shutdown: CancellationToken) {
             let mut state = shared.state.lock();
             (state.take_batch(is_last), state.take_removal())
         };
-        if batch.is_some() || is_removed {
+        if let Some(mut taken) = writer.take_if(|_| batch.is_some() || is_removed) {
             // A disk that hangs delays this task only.
             let written = spawn_blocking(move || {
                 if is_removed {
-                    writer.remove();
+                    taken.remove();
                 }
                 let written =
-                    batch.map(|batch| writer.write(&batch).map(|length| (batch.record, length)));
-                (writer, written)
+                    batch.map(|batch| taken.write(&batch).map(|length| (batch.record, length)));
+                (taken, written)
             });
             let Ok((returned, written)) = written.await else {
                 return;
             };
-            writer = returned;
+            writer = Some(returned);
             let failed = written.and_then(|written| shared.state.lock().conclude(written));
             if let Some(error) = failed {
                 shared.failures.inc();
@@ -361,7 +406,7 @@ async fn write(shared: Arc<Shared>, shutdown: CancellationToken) {
 /// Reads the file of the container that has served last, or of this one. Logs an error.
 fn read(shared: &Shared) -> Option<(store::Store, file::Record)> {
     let Config { volume, former, max_bytes, .. } = &shared.config;
-    for directory in former.iter().chain([&volume.directory]) {
+    for directory in former.iter().chain(volume.as_ref().map(|it| &it.directory)) {
         // A file grows to twice its size before it is replaced.
         match file::read(directory, max_bytes.saturating_mul(3)) {
             Ok(None) => {}
@@ -378,6 +423,20 @@ fn read(shared: &Shared) -> Option<(store::Store, file::Record)> {
 }
 
 impl EnvoyCache {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.ledger.0.state.lock()
+    }
+
+    /// Returns the id of Envoy's process.
+    pub(super) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Returns true if Envoy gets clusters on demand.
+    pub(super) fn is_on_demand(&self) -> bool {
+        self.ledger.0.config.on_demand && !self.lock().view(self.pid).gets_all_clusters
+    }
+
     /// Returns how long Envoy waits for istiod's first response before it is served; None if it is no longer served.
     pub(super) fn max_wait_for_istiod(&self) -> Option<Duration> {
         let no_longer_served = self.ledger.0.state.lock().view(self.pid).no_longer_served;

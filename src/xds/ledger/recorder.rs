@@ -20,6 +20,7 @@ use super::{EnvoyCache, Type};
 use crate::envoy::admin::Admin;
 use crate::envoy::inspect;
 use crate::runtime::clock::after;
+use crate::xds::on_demand::OnDemand;
 use crate::xds::request::{HEAD, Request, Subscription};
 use crate::xds::response::Received;
 use crate::xds::wire::{Malformed, NameDigest, ResourceField, Walker};
@@ -158,12 +159,8 @@ impl FieldReader {
     /// Hands over a complete response. Returns false if configuration has become too large.
     fn complete(mut self, state: &mut State, pid: i32, received: &Received) -> bool {
         self.take_long(&mut state.store, u64::MAX);
-        let response = Response {
-            nonce: received.nonce.clone(),
-            version: received.version.clone(),
-            fields: self.fields,
-            ..Response::default()
-        };
+        let (nonce, version) = (received.nonce.clone(), received.version.clone());
+        let response = Response::new(nonce, version, self.fields);
         state.complete(pid, self.type_of, response)
     }
 
@@ -372,10 +369,17 @@ impl Recorder {
     }
 
     /// Ends the response that passes.
-    pub(crate) fn complete_response(&mut self, received: &Received) {
-        let Some(passing) = self.passing.take() else {
+    pub(crate) fn complete_response(
+        &mut self,
+        received: &Received,
+        on_demand: Option<&mut OnDemand>,
+    ) {
+        let Some(mut passing) = self.passing.take() else {
             return;
         };
+        if let Some(on_demand) = on_demand.filter(|_| passing.reader.type_of == Type::ENDPOINTS) {
+            on_demand.read_endpoints(&mut passing.reader.fields);
+        }
         let Some((mut state, pid)) = self.state() else {
             return self.drop_response(passing);
         };

@@ -69,7 +69,7 @@ struct Name {
 
 /// The resources of a response that Envoy has rejected.
 #[derive(Debug, PartialEq)]
-pub(super) enum Rejected {
+pub(in crate::xds) enum Rejected {
     All,
     These(HashSet<NameDigest>),
     /// The list is cut: Envoy has accepted some resources, and does not say which.
@@ -77,7 +77,7 @@ pub(super) enum Rejected {
 }
 
 impl Rejected {
-    pub(super) fn contains(&self, name: &NameDigest) -> bool {
+    pub(in crate::xds) fn contains(&self, name: &NameDigest) -> bool {
         match self {
             Self::These(names) => names.contains(name),
             Self::All | Self::Unknown => true,
@@ -89,7 +89,7 @@ impl Rejected {
 ///
 /// Envoy separates entries by commas or line feeds, and a name from its reason by a colon and a space. Names and reasons
 /// may contain each of these, and a name may begin with another one: in each entry the longest name counts.
-pub(super) fn rejected(reason: &str, names: &HashSet<NameDigest>) -> Rejected {
+pub(in crate::xds) fn rejected(reason: &str, names: &HashSet<NameDigest>) -> Rejected {
     let Some(list) = PARTIAL_NACKS.iter().find_map(|it| reason.strip_prefix(it)) else {
         return Rejected::All;
     };
@@ -114,9 +114,7 @@ pub(super) fn rejected(reason: &str, names: &HashSet<NameDigest>) -> Rejected {
 pub(super) fn names(pieces: Vec<Piece>) -> io::Result<Vec<String>> {
     let mut bytes = Vec::new();
     for piece in pieces {
-        for part in piece.parts()? {
-            bytes.extend_from_slice(&part?);
-        }
+        bytes.append(&mut piece.bytes()?);
     }
     let resources = Names::decode(&bytes[..])?.resources.into_iter();
     Ok(resources.map(|Name { name }| name).collect())
@@ -133,16 +131,14 @@ pub(super) fn respond(
     let (head, rest) = head_and_rest(version, type_of, nonce, length)?;
     let mut frame = head;
     for piece in pieces {
-        for part in piece.parts()? {
-            frame.extend_from_slice(&part?);
-        }
+        frame.append(&mut piece.bytes()?);
     }
     frame.extend_from_slice(&rest);
     Ok(frame.into())
 }
 
 /// Returns what comes before and after `length` bytes of resources in the gRPC frame of a response.
-pub(super) fn head_and_rest(
+pub(in crate::xds) fn head_and_rest(
     version: &str,
     type_of: Type,
     nonce: &str,

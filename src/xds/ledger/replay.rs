@@ -18,6 +18,7 @@ use crate::problem::{Problem, codes};
 use crate::runtime::clock::after;
 use crate::runtime::duration::rounded;
 use crate::xds::end::End;
+use crate::xds::on_demand;
 use crate::xds::request::{Request, Subscription};
 use crate::xds::wire::NameDigest;
 
@@ -146,13 +147,17 @@ async fn answer_one(
 ) -> io::Result<()> {
     let names = &subscription.names;
     let is_all = is_first && names.is_empty() || names.iter().any(|it| it == "*");
-    let wanted: Vec<_> = names.iter().map(|name| NameDigest::of(name)).collect();
+    let mut wanted: Vec<_> = names.iter().map(|name| NameDigest::of(name)).collect();
+    let is_part = is_all && type_of == Type::CLUSTER && cache.is_on_demand();
     let (pieces, length, version) = {
         let mut state = cache.ledger.0.state.lock();
         if !state.has(type_of) {
             return Ok(());
         }
-        state.read(type_of, (!is_all).then_some(&wanted))
+        if is_part {
+            wanted.extend(on_demand::needed(&mut state));
+        }
+        state.read(type_of, (!is_all || is_part).then_some(&wanted))
     };
     if pieces.is_empty() && !is_all {
         return Ok(());

@@ -14,6 +14,7 @@ use super::store::{Piece, Place, Store};
 use super::view::{Field, Response, View};
 use super::{BY_NAME, NEEDED, OTHER_NODE, StoredResource, Type, unix_now, unix_rfc3339};
 use crate::runtime::clock::{after, later};
+use crate::xds::on_demand::Catalog;
 use crate::xds::request::{Subscription, shortened};
 use crate::xds::wire::{self, NameDigest};
 
@@ -43,19 +44,25 @@ pub(super) struct Written {
 }
 
 #[derive(Debug)]
-pub(super) struct State {
+pub(in crate::xds) struct State {
     max_bytes: u64,
     on_nack: bool,
-    /// False if the directory is not used.
-    pub(super) is_on: bool,
-    pub(super) store: Store,
+    /// True if Envoy gets clusters on demand, for which the ledger is needed in memory.
+    on_demand: bool,
+    /// What the agent knows of clusters, if Envoy gets them on demand.
+    pub(in crate::xds) catalog: Catalog,
+    /// False if nothing is written to the directory.
+    pub(super) is_stored: bool,
+    /// False if the ledger is not used.
+    pub(in crate::xds) is_on: bool,
+    pub(in crate::xds) store: Store,
     /// The node whose Envoys have accepted what is stored; None while nothing is.
     identity: Option<String>,
     types: BTreeMap<Type, TypeRecord>,
     /// The last time at which istiod's stream was known to be open, in seconds of Unix time.
     current: u64,
     /// Changes whenever the store is dropped, after which earlier places are not valid.
-    pub(super) store_number: usize,
+    pub(in crate::xds) store_number: usize,
     /// The views of Envoys, by the ids of their processes.
     views: BTreeMap<i32, View>,
     next_generation: usize,
@@ -80,10 +87,13 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(max_bytes: u64, on_nack: bool) -> Self {
+    pub(super) fn new(max_bytes: u64, on_nack: bool, on_demand: bool) -> Self {
         Self {
             max_bytes,
             on_nack,
+            on_demand,
+            catalog: Catalog::default(),
+            is_stored: true,
             is_on: true,
             store: Store::default(),
             identity: None,
@@ -106,10 +116,13 @@ impl State {
         }
     }
 
-    /// Stops the use of the ledger, because the directory is not used.
+    /// Stops the use of the directory, and of the ledger unless it is needed in memory.
     pub(super) fn turn_off(&mut self) {
-        self.is_on = false;
-        self.clear();
+        self.is_stored = false;
+        if !self.on_demand {
+            self.is_on = false;
+            self.clear();
+        }
     }
 
     /// Adds the view of an Envoy process, if it is new.
@@ -132,28 +145,28 @@ impl State {
     }
 
     /// Returns the view of an Envoy process.
-    pub(super) fn view(&mut self, pid: i32) -> &mut View {
+    pub(in crate::xds) fn view(&mut self, pid: i32) -> &mut View {
         self.views.entry(pid).or_insert_with(|| View::new(0))
     }
 
     /// Returns the newest view that has a stream of istiod, or else the newest.
-    fn newest(&self) -> Option<(i32, &View)> {
+    fn newest_view(&self) -> Option<(i32, &View)> {
         let views = self.views.iter().map(|(pid, view)| (*pid, view));
         views.max_by_key(|(_, view)| (view.is_live, view.generation))
     }
 
-    fn is_newest(&self, pid: i32) -> bool {
-        self.newest().is_some_and(|(newest, _)| newest == pid)
+    pub(in crate::xds) fn is_newest(&self, pid: i32) -> bool {
+        self.newest_view().is_some_and(|(newest, _)| newest == pid)
     }
 
     pub(super) fn accepted(&self) -> BTreeMap<&'static str, usize> {
-        let newest = self.newest().into_iter();
+        let newest = self.newest_view().into_iter();
         let types = newest.flat_map(|(_, view)| &view.types);
         types.map(|(type_of, it)| (type_of.url(), it.accepted.len())).collect()
     }
 
     pub(super) fn can_serve(&self) -> bool {
-        self.is_on && NEEDED.into_iter().all(|type_of| self.has(type_of))
+        self.is_stored && NEEDED.into_iter().all(|type_of| self.has(type_of))
     }
 
     /// Returns the time since istiod's stream was last known to be open.
@@ -172,26 +185,30 @@ impl State {
         if is_other_node {
             log_other_node();
         }
+        // They are valid for any version of Istio.
+        self.catalog.restore_used(&record.used);
         if is_other_node || !self.store.is_empty() {
             return;
         }
         self.store = store;
+        self.describe_written(&record);
         self.identity = Some(record.identity);
         self.current = record.current;
         let types = record.types.into_iter();
         self.types = types.filter_map(|(url, it)| Some((Type::of(&url)?, it))).collect();
-        self.describe_written();
     }
 
-    fn describe_written(&mut self) {
+    /// Describes the file by its last record. Newer versions may have been accepted since.
+    fn describe_written(&mut self, record: &Record) {
         let bytes = self.store.bytes();
-        let described = self.types.iter().map(|(type_of, record)| {
+        let described = record.types.iter().filter_map(|(url, it)| {
+            let type_of = Type::of(url)?;
             let written = Written {
-                version: record.version.clone(),
-                bytes: bytes.get(type_of).copied().unwrap_or_default(),
-                current: self.current,
+                version: it.version.clone(),
+                bytes: bytes.get(&type_of).copied().unwrap_or_default(),
+                current: record.current,
             };
-            (*type_of, written)
+            Some((type_of, written))
         });
         self.written = described.collect();
     }
@@ -249,7 +266,7 @@ impl State {
     }
 
     /// Adds a complete response. Returns false if configuration has become too large.
-    pub(super) fn complete(&mut self, pid: i32, type_of: Type, response: Response) -> bool {
+    pub(in crate::xds) fn complete(&mut self, pid: i32, type_of: Type, response: Response) -> bool {
         let view = self.view(pid);
         view.note_response();
         let replaced = view.of(type_of).complete(response);
@@ -328,6 +345,9 @@ impl State {
                 self.store.remove(type_of, field.name, field.place);
             } else {
                 self.store.set(type_of, field.name, field.place);
+                if type_of == Type::CLUSTER {
+                    self.catalog.unaccepted.remove(&field.name);
+                }
             }
         }
         // A stored version of a rejected resource may need others by name that istiod has not sent.
@@ -369,7 +389,7 @@ impl State {
         }
     }
 
-    pub(super) fn release(&mut self, places: impl IntoIterator<Item = Place>) {
+    pub(in crate::xds) fn release(&mut self, places: impl IntoIterator<Item = Place>) {
         places.into_iter().for_each(|place| self.store.release(place));
     }
 
@@ -381,7 +401,10 @@ impl State {
             return (None, false);
         }
         for type_of in NEEDED.into_iter().chain(BY_NAME) {
-            let due = self.view(pid).take_due(type_of);
+            let mut due = self.view(pid).take_due(type_of);
+            if type_of == Type::CLUSTER {
+                due.retain(|(name, _)| !self.catalog.unaccepted.contains(name));
+            }
             let it = self.view(pid).of(type_of);
             may_have_more |= it.rejected.values().any(|it| !it.is_handled);
             if due.is_empty() {
@@ -494,6 +517,38 @@ impl State {
         (self.store.pieces(places.clone()), Store::length(&places), version.unwrap_or_default())
     }
 
+    /// Returns the place of the newest version of a resource: one that this Envoy has not answered, or the stored one.
+    pub(in crate::xds) fn newest(
+        &mut self,
+        pid: i32,
+        type_of: Type,
+        name: NameDigest,
+    ) -> Option<Place> {
+        let unanswered = self.view(pid).of(type_of).unanswered.iter().rev();
+        let found = unanswered.flat_map(|it| &it.fields).find(|field| field.name == name);
+        match found {
+            Some(field) => (!field.is_removed).then_some(field.place),
+            None => self.store.get(type_of, name),
+        }
+    }
+
+    /// Returns the fields of the newest versions of resources, and the version of their type.
+    pub(in crate::xds) fn read_newest(
+        &mut self,
+        pid: i32,
+        type_of: Type,
+        names: &[NameDigest],
+    ) -> io::Result<(Vec<u8>, String)> {
+        let places: Vec<_> =
+            names.iter().filter_map(|name| self.newest(pid, type_of, *name)).collect();
+        let mut bytes = Vec::new();
+        for piece in self.store.pieces(places) {
+            bytes.append(&mut piece.bytes()?);
+        }
+        let version = self.types.get(&type_of).map(|it| it.version.clone());
+        Ok((bytes, version.unwrap_or_default()))
+    }
+
     /// Returns true for a type of which a response has been accepted. It may have no resources.
     pub(super) fn has(&self, type_of: Type) -> bool {
         self.types.contains_key(&type_of)
@@ -514,7 +569,7 @@ impl State {
         self.store.memory()
     }
 
-    fn mark_dirty(&mut self) {
+    pub(in crate::xds) fn mark_dirty(&mut self) {
         self.dirty_since.get_or_insert_with(Instant::now);
     }
 
@@ -526,6 +581,7 @@ impl State {
             view.stream = None;
         }
         self.store = Store::default();
+        self.catalog.unaccepted.clear();
         self.store_number += 1;
         self.types.clear();
         self.written.clear();
@@ -547,6 +603,11 @@ impl State {
                 self.max_bytes
             );
         }
+        if self.on_demand {
+            // Clusters that Envoy may ask for are needed in memory.
+            self.is_removal_due |= std::mem::take(&mut self.is_stored);
+            return true;
+        }
         self.fail_streams();
         false
     }
@@ -561,7 +622,7 @@ impl State {
     /// Returns when something has to be written.
     pub(super) fn write_due(&self) -> Option<Instant> {
         let changes = self.dirty_since.map(|since| later(since, DELAY));
-        let is_live = self.newest().is_some_and(|(_, view)| view.is_live);
+        let is_live = self.newest_view().is_some_and(|(_, view)| view.is_live);
         let refresh = self.last_record.filter(|_| is_live).map(|last| later(last, REFRESH));
         let due = changes.into_iter().chain(refresh).min()?;
         Some(self.not_before.map_or(due, |not_before| due.max(not_before)))
@@ -583,13 +644,17 @@ impl State {
     /// Returns what has to be written. Returns None unless the newest Envoy has all that istiod has sent, so that the file
     /// never has a mix that was not in force.
     pub(super) fn take_batch(&mut self, is_last: bool) -> Option<Batch> {
-        let newest = self.newest();
+        if !self.is_stored {
+            (self.dirty_since, self.not_before) = (None, None);
+            return None;
+        }
+        let newest = self.newest_view();
         if newest.is_some_and(|(_, view)| view.is_current()) {
             self.current = unix_now();
         } else if self.dirty_since.is_none() && is_last {
             return None;
         }
-        let view = self.newest().map(|(_, view)| view);
+        let view = self.newest_view().map(|(_, view)| view);
         let obstacle =
             view.and_then(|view| view.obstacle(|type_of| self.has(type_of))).or_else(|| {
                 let is_needed = || "Envoy has not accepted clusters and listeners".to_owned();
@@ -610,28 +675,31 @@ impl State {
         }
         (self.dirty_since, self.not_before) = (None, None);
         self.has_said_obstacle = false;
-        if !self.enforce_limit(self.max_bytes) {
+        if !self.enforce_limit(self.max_bytes) || !self.is_stored {
             return None;
         }
         let in_use: u64 = self.store.bytes().values().sum();
         let is_whole = std::mem::take(&mut self.is_whole_due)
-            || self.file_length > in_use.saturating_mul(2) + SLACK;
+            || self.is_stored && self.file_length > in_use.saturating_mul(2) + SLACK;
         let types = self.types.iter();
         let record = Record {
             identity: self.identity.clone()?,
             current: self.current,
+            used: self.catalog.used(),
             types: types.map(|(type_of, it)| (type_of.url().to_owned(), it.clone())).collect(),
         };
-        Some(Batch { is_whole, blocks: self.store.take_blocks(is_whole), record })
+        let batch = Batch { is_whole, blocks: self.store.take_blocks(is_whole), record };
+        // Blocks count as written without a file, too, so that unused ones are merged.
+        self.is_stored.then_some(batch)
     }
 
     /// Takes the result of writing a batch. Returns an error that has to be logged.
     pub(super) fn conclude(&mut self, written: io::Result<(Record, u64)>) -> Option<io::Error> {
         match written {
-            Ok((_, length)) => {
+            Ok((record, length)) => {
                 self.file_length = length;
                 self.last_record = Some(Instant::now());
-                self.describe_written();
+                self.describe_written(&record);
                 None
             }
             Err(error) => {

@@ -28,22 +28,22 @@ const NOT_SENT: &str = "istiod has not sent it within 5 s";
 
 /// A resource in a response, or the name of a removed one.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Field {
-    pub(super) name: NameDigest,
-    pub(super) place: Place,
-    pub(super) is_removed: bool,
+pub(in crate::xds) struct Field {
+    pub(in crate::xds) name: NameDigest,
+    pub(in crate::xds) place: Place,
+    pub(in crate::xds) is_removed: bool,
     /// The number of its response.
-    pub(super) response: u32,
+    pub(in crate::xds) response: u32,
 }
 
 /// A complete response, or several that were merged, each name with its newest field.
 #[derive(Debug, Default)]
-pub(super) struct Response {
+pub(in crate::xds) struct Response {
     /// The number of the last one.
     pub(super) number: u32,
     pub(super) nonce: String,
     pub(super) version: String,
-    pub(super) fields: Vec<Field>,
+    pub(in crate::xds) fields: Vec<Field>,
     /// True for the first response of a stream. Once Envoy has accepted it, stored resources that Envoy does not have are
     /// removed: istiod no longer has them.
     pub(super) is_first: bool,
@@ -53,23 +53,23 @@ pub(super) struct Response {
 
 /// The reason why Envoy does not have istiod's version of a resource.
 #[derive(Clone, Debug)]
-pub(super) struct Rejection {
+pub(in crate::xds) struct Rejection {
     pub(super) reason: Arc<str>,
     /// True once the stored version has been sent, or has been looked for in vain.
     pub(super) is_handled: bool,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct TypeView {
+pub(in crate::xds) struct TypeView {
     /// The time of the subscription by Envoy, or the agent, on the stream.
     pub(super) subscribed: Option<Instant>,
     /// True until the first response on the stream.
-    pub(super) awaits_first: bool,
-    pub(super) unanswered: VecDeque<Response>,
+    pub(in crate::xds) awaits_first: bool,
+    pub(in crate::xds) unanswered: VecDeque<Response>,
     responses: u32,
     /// The resources of which this Envoy has accepted a version.
-    pub(super) accepted: HashSet<NameDigest>,
-    pub(super) rejected: HashMap<NameDigest, Rejection>,
+    pub(in crate::xds) accepted: HashSet<NameDigest>,
+    pub(in crate::xds) rejected: HashMap<NameDigest, Rejection>,
     /// The resources that Envoy had when the stream began, and that are not stored.
     pub(super) lacking: HashSet<NameDigest>,
     /// The resources of a type in [`BY_NAME`] that Envoy has subscribed to and not got, with the time since which.
@@ -89,13 +89,13 @@ struct Waiting {
 
 /// The view of one Envoy process.
 #[derive(Debug)]
-pub(super) struct View {
+pub(in crate::xds) struct View {
     /// The number of Envoys before it. A newer Envoy has a larger one.
     pub(super) generation: usize,
     /// The newest stream, also after its end.
-    pub(super) stream: Option<u32>,
+    pub(in crate::xds) stream: Option<u32>,
     /// True while istiod's stream is known to be open.
-    pub(super) is_live: bool,
+    pub(in crate::xds) is_live: bool,
     /// True while a response passes.
     pub(super) is_receiving: bool,
     /// The time of the first response on the newest stream.
@@ -103,9 +103,11 @@ pub(super) struct View {
     /// True if the newest stream ended while something was missing.
     was_cut_off: bool,
     /// True once Envoy has answered listeners, or stored configuration could not be served.
-    pub(super) no_longer_served: bool,
+    pub(in crate::xds) no_longer_served: bool,
     /// True if Envoy has got a stored version on the stream, and may subscribe to resources that it needs.
     pub(super) has_sent_stored: bool,
+    /// True if this Envoy cannot discover clusters.
+    pub(in crate::xds) gets_all_clusters: bool,
     pub(super) types: BTreeMap<Type, TypeView>,
 }
 
@@ -113,6 +115,7 @@ impl View {
     pub(super) fn new(generation: usize) -> Self {
         Self {
             generation,
+            gets_all_clusters: false,
             stream: None,
             is_live: false,
             is_receiving: false,
@@ -133,7 +136,7 @@ impl View {
     }
 
     /// Notes a response on the stream. Until the first one, what Envoy had on the stream before is in force.
-    pub(super) fn note_response(&mut self) {
+    pub(in crate::xds) fn note_response(&mut self) {
         if !std::mem::replace(&mut self.is_live, true) {
             (self.began, self.was_cut_off) = (Instant::now(), false);
             self.types.values_mut().for_each(|it| it.has_answered = false);
@@ -163,7 +166,7 @@ impl View {
     }
 
     /// Returns the view of a type.
-    pub(super) fn of(&mut self, type_of: Type) -> &mut TypeView {
+    pub(in crate::xds) fn of(&mut self, type_of: Type) -> &mut TypeView {
         self.types.entry(type_of).or_default()
     }
 
@@ -315,7 +318,7 @@ impl TypeView {
     }
 
     /// Returns true if Envoy subscribes to a resource.
-    pub(super) fn wants(&self, type_of: Type, name: NameDigest) -> bool {
+    pub(in crate::xds) fn wants(&self, type_of: Type, name: NameDigest) -> bool {
         !BY_NAME.contains(&type_of)
             || self.accepted.contains(&name)
             || self.waiting.contains_key(&name)
@@ -349,6 +352,10 @@ impl TypeView {
 }
 
 impl Response {
+    pub(in crate::xds) fn new(nonce: String, version: String, fields: Vec<Field>) -> Self {
+        Self { nonce, version, fields, ..Self::default() }
+    }
+
     /// Merges a response with the next one: the newest field of each name stays. Returns the others, too.
     fn merged_with(self, newer: Self) -> (Self, Vec<Field>) {
         let names: HashSet<_> = newer.fields.iter().map(|field| field.name).collect();

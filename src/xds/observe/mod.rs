@@ -29,6 +29,8 @@ pub use record::{
 };
 pub(super) use services::Services;
 
+pub use super::on_demand::OnDemandSnapshot;
+
 /// The most types with a separate record. A mesh has about ten.
 const MAX_TYPES: usize = 64;
 
@@ -135,9 +137,11 @@ impl Observer {
         let after_nack = self.store.as_ref().map(Ledger::after_nack);
         let accepted = self.store.as_ref().map(Ledger::accepted);
         let rejected = self.store.as_ref().map(Ledger::rejected);
+        let on_demand = self.store.as_ref().and_then(Ledger::on_demand);
         let table = self.table.lock();
         Snapshot {
             kept,
+            on_demand,
             after_nack: after_nack.unwrap_or_default(),
             accepted: accepted.unwrap_or_default(),
             rejected: rejected.unwrap_or_default(),

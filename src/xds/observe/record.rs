@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use serde::Serialize;
 use tokio::time::Instant;
 
+use super::OnDemandSnapshot;
 use super::{Source, beginning, cut};
 use crate::net::port;
 use crate::problem::{Problem, codes};
@@ -33,6 +34,9 @@ pub struct Snapshot {
     /// Stored configuration, by type URL.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<BTreeMap<&'static str, StoredSnapshot>>,
+    /// The newest Envoy's clusters, if it gets them on demand.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_demand: Option<OnDemandSnapshot>,
     /// Resources of which Envoy has the stored version, because it has rejected istiod's, by type URL.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub after_nack: BTreeMap<&'static str, Vec<StoredResource>>,

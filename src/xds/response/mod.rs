@@ -30,6 +30,8 @@ pub enum Output {
     /// Bytes for Envoy: a complete message or a part of one, in order.
     Pass(Bytes),
     Captured(Captured),
+    /// A complete message in place of which Envoy gets others ([`super::on_demand`]).
+    Replaced(Received, Bytes),
     /// A message is complete. Comes before [`Output::Captured`] of the same message.
     Complete(Received),
 }
@@ -73,6 +75,8 @@ pub enum Consumer {
 pub struct ResponseReader {
     protocol: Protocol,
     interceptors: Interceptors,
+    /// The types of responses in place of which Envoy gets others.
+    replaced: &'static [&'static str],
     /// The message that has begun, with a complete head, and has not ended.
     message: Option<Message>,
     /// The bytes of an incomplete head, or of a message that does not pass yet, head included.
@@ -92,7 +96,12 @@ struct Message {
 
 impl ResponseReader {
     pub fn new(protocol: Protocol, interceptors: Interceptors) -> Self {
-        Self { protocol, interceptors, message: None, partial: BytesMut::new() }
+        Self { protocol, interceptors, replaced: &[], message: None, partial: BytesMut::new() }
+    }
+
+    /// Hands out later responses of these types as [`Output::Replaced`].
+    pub(super) fn replace(&mut self, types: &'static [&'static str]) {
+        self.replaced = types;
     }
 
     /// Returns true after a part of a passing message, when no other message may be sent.
@@ -121,7 +130,7 @@ impl ResponseReader {
             let part = bytes.split_to(message.left.min(bytes.len()));
             message.left -= part.len();
             message.read(&part)?;
-            let type_url = message.decide(&self.interceptors);
+            let type_url = message.decide(&self.interceptors, self.replaced);
             match message.disposition {
                 Some(Disposition::Pass) => {
                     if let Some(type_url) = type_url {
@@ -132,7 +141,9 @@ impl ResponseReader {
                     parts.for_each(|part| out(Output::Pass(part)));
                 }
                 Some(Disposition::Withhold) => self.partial = BytesMut::new(),
-                Some(Disposition::Intercept(_)) | None => self.buffer(&part)?,
+                Some(Disposition::Intercept(_) | Disposition::Replace) | None => {
+                    self.buffer(&part)?;
+                }
             }
             if message.left == 0 {
                 self.complete(message, &mut out)?;
@@ -188,6 +199,9 @@ impl ResponseReader {
                 (Consumer::Agent, message.walker.finish().map_err(malformed)?)
             }
             Some(Disposition::Withhold) => (Consumer::None, message.walker.fields),
+            Some(Disposition::Replace) => {
+                (Consumer::Envoy, message.walker.finish().map_err(malformed)?)
+            }
             Some(Disposition::Pass) | None => (Consumer::Envoy, message.walker.fields),
         };
         let type_url = if fields.type_url.is_empty() {
@@ -205,9 +219,13 @@ impl ResponseReader {
             consumer,
         };
         out(Output::Complete(received.clone()));
-        if let Some(Disposition::Intercept(interceptor)) = message.disposition {
-            let message = std::mem::take(&mut self.partial).freeze().slice(HEAD..);
-            out(Output::Captured(Captured { interceptor, received, message }));
+        let mut buffered = || std::mem::take(&mut self.partial).freeze().slice(HEAD..);
+        match message.disposition {
+            Some(Disposition::Intercept(interceptor)) => {
+                out(Output::Captured(Captured { interceptor, received, message: buffered() }));
+            }
+            Some(Disposition::Replace) => out(Output::Replaced(received, buffered())),
+            _ => {}
         }
         Ok(())
     }
@@ -224,14 +242,16 @@ impl Message {
         match (self.walker.feed(body), self.disposition) {
             (Ok(()), _) => {}
             (Err(_), Some(Disposition::Pass | Disposition::Withhold)) => self.is_malformed = true,
-            (Err(error), Some(Disposition::Intercept(_)) | None) => return Err(malformed(error)),
+            (Err(error), Some(Disposition::Intercept(_) | Disposition::Replace) | None) => {
+                return Err(malformed(error));
+            }
         }
         Ok(())
     }
 
     /// Decides the disposition once the type is known, at the latest at the end of the message. Returns the
     /// type when it decides.
-    fn decide(&mut self, interceptors: &Interceptors) -> Option<String> {
+    fn decide(&mut self, interceptors: &Interceptors, replaced: &[&str]) -> Option<String> {
         if self.disposition.is_some() {
             return None;
         }
@@ -241,7 +261,10 @@ impl Message {
             None if !fields.type_url.is_empty() || self.left == 0 => &fields.type_url,
             None => return None,
         };
-        self.disposition = Some(interceptors.disposition(type_url));
+        self.disposition = Some(match interceptors.disposition(type_url) {
+            Disposition::Pass if replaced.contains(&type_url.as_str()) => Disposition::Replace,
+            disposition => disposition,
+        });
         Some(type_url.clone())
     }
 }

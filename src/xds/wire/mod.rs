@@ -27,7 +27,7 @@ const MAX_HEADER: usize = 20;
 /// The error that bytes are not a protobuf message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a protobuf message: {0}")]
-pub struct Malformed(&'static str);
+pub struct Malformed(pub(super) &'static str);
 
 /// The fields of a message that have been read so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -93,7 +93,7 @@ pub struct Walker {
 /// The part of a field that the next byte belongs to.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// The header: all before the value, or the whole field if the value is a varint.
+    /// A [`Header`].
     Header,
     /// A value that is skipped up to this position.
     Skip(u64),
@@ -188,26 +188,16 @@ impl Walker {
 
     /// Reads the header of a field, or the part of it in `bytes`. Returns the number of bytes it has read.
     fn read_header(&mut self, bytes: &[u8]) -> Result<usize, Malformed> {
-        let known = self.partial.len();
-        let longest = (self.inner_end() - self.position).min((MAX_HEADER - known) as u64);
-        let tried = available(longest, bytes);
-        self.partial.extend_from_slice(&bytes[..tried]);
-        let mut rest = &self.partial[..];
-        let Some((number, wire_type, length)) = decode_header(&mut rest) else {
-            if tried as u64 == longest {
-                return Err(Malformed("a field without a valid tag and length"));
-            }
-            return Ok(tried);
+        let start = self.position - self.partial.len() as u64;
+        let left = self.inner_end() - self.position;
+        let (read, header) = read_header(&mut self.partial, bytes, left)?;
+        let Some(Header { number, wire_type, length }) = header else {
+            return Ok(read);
         };
-        let read = tried - rest.len();
-        self.partial.clear();
         if self.nested_ends.is_empty() {
-            self.field_start = self.position - known as u64;
+            self.field_start = start;
         }
-        let end = (self.position + read as u64)
-            .checked_add(length)
-            .filter(|end| *end <= self.inner_end())
-            .ok_or(Malformed("a field is longer than its message"))?;
+        let end = self.position + read as u64 + length;
         self.step = match wire_type {
             WireType::LengthDelimited => self.begin_value(number, length, end)?,
             _ => Step::Skip(end),
@@ -295,9 +285,41 @@ impl Walker {
     }
 }
 
-/// Splits a complete and valid header off `bytes`. Returns the number of the field, its wire type, and the
-/// length of its value.
-fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
+/// All of a field before its value, or the whole field if the value is a varint.
+pub(super) struct Header {
+    pub(super) number: u32,
+    pub(super) wire_type: WireType,
+    /// The length of the value. The message is at least that long.
+    pub(super) length: u64,
+}
+
+/// Reads the header of a field, or the part of it in `bytes`. `partial` has the part of the header from earlier chunks,
+/// and the message has `left` more bytes. Returns the number of bytes it has read, and the header once it is complete.
+pub(super) fn read_header(
+    partial: &mut Vec<u8>,
+    bytes: &[u8],
+    left: u64,
+) -> Result<(usize, Option<Header>), Malformed> {
+    let longest = left.min((MAX_HEADER - partial.len()) as u64);
+    let tried = available(longest, bytes);
+    partial.extend_from_slice(&bytes[..tried]);
+    let mut rest = &partial[..];
+    let Some(header) = decode_header(&mut rest) else {
+        if tried as u64 == longest {
+            return Err(Malformed("a field without a valid tag and length"));
+        }
+        return Ok((tried, None));
+    };
+    let read = tried - rest.len();
+    partial.clear();
+    if header.length > left - read as u64 {
+        return Err(Malformed("a field is longer than its message"));
+    }
+    Ok((read, Some(header)))
+}
+
+/// Splits a complete and valid header off `bytes`.
+pub(super) fn decode_header(bytes: &mut &[u8]) -> Option<Header> {
     let (number, wire_type) = decode_key(bytes).ok()?;
     let length = match wire_type {
         WireType::Varint => decode_varint(bytes).map(|_| 0).ok()?,
@@ -307,11 +329,11 @@ fn decode_header(bytes: &mut &[u8]) -> Option<(u32, WireType, u64)> {
         // Messages of proto3 do not have groups.
         WireType::StartGroup | WireType::EndGroup => return None,
     };
-    Some((number, wire_type, length))
+    Some(Header { number, wire_type, length })
 }
 
 /// Returns how many of `bytes` belong to a value that has `left` more bytes.
-fn available(left: u64, bytes: &[u8]) -> usize {
+pub(super) fn available(left: u64, bytes: &[u8]) -> usize {
     usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len())
 }
 

@@ -16,6 +16,8 @@ mod lifecycle;
 mod machine;
 mod memory;
 mod names;
+mod on_demand;
+mod on_demand_matrix;
 mod outages;
 mod page;
 mod refused_resources;

@@ -41,7 +41,7 @@ struct Agent {
 impl Agent {
     async fn start(config: Config) -> Self {
         let shutdown = CancellationToken::new();
-        let parent = config.volume.directory.clone();
+        let parent = config.volume.clone().unwrap().directory;
         let (ledger, writing) = Ledger::new(config, None, &Registry::default(), shutdown.clone());
         let writing = tokio::spawn(writing);
         let recorder = Recorder::new(ledger.envoy_cache(1, Protocol::Delta), 1);
@@ -212,7 +212,7 @@ async fn a_name_table_that_arrives_during_another_message_is_stored_as_well() {
         pod.recorder.record_bytes(&response.slice(..20));
         pod.recorder.record_message(&Pod::received(table, "1"), &message, true);
         pod.recorder.record_bytes(&response.slice(20..));
-        pod.recorder.complete_response(&Pod::received(Type::CLUSTER, "1"));
+        pod.recorder.complete_response(&Pod::received(Type::CLUSTER, "1"), None);
         pod.ack(Type::CLUSTER, "1");
         assert_eq!(pod.stored(Type::CLUSTER), clusters);
         // A name table has all names.

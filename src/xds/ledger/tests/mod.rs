@@ -40,13 +40,14 @@ struct Pod {
 
 fn config(parent: &Path) -> Config {
     Config {
-        volume: Volume::named(parent),
+        volume: Some(Volume::named(parent)),
         former: None,
         own: None,
         max_bytes: 1 << 30,
         max_age: Duration::from_secs(3600),
         after: Duration::from_secs(5),
         on_nack: true,
+        on_demand: false,
     }
 }
 
@@ -70,7 +71,7 @@ impl Pod {
     }
 
     fn with(config: Config) -> Self {
-        let parent = config.volume.directory.clone();
+        let parent = config.volume.clone().unwrap().directory;
         config.prepare();
         let (ledger, _) = Ledger::new(config, None, &Registry::default(), CancellationToken::new());
         if let Some((store, record)) = read(&ledger.0) {
@@ -154,7 +155,7 @@ impl Pod {
         for part in response.chunks(chunk) {
             self.recorder.record_bytes(&Bytes::copy_from_slice(part));
         }
-        self.recorder.complete_response(&Self::received(type_of, nonce));
+        self.recorder.complete_response(&Self::received(type_of, nonce), None);
     }
 
     fn push(&mut self, type_of: Type, nonce: &str, changed: &Resources, removed: &[&str]) {
@@ -658,7 +659,7 @@ async fn no_record_is_written_while_a_response_passes_and_another_one_is_consume
     pod.recorder.record_message(&Pod::received(table, "1"), &message, true);
     assert!(!pod.write());
     pod.recorder.record_bytes(&response.slice(response.len() - 1..));
-    pod.recorder.complete_response(&Pod::received(Type::CLUSTER, "2"));
+    pod.recorder.complete_response(&Pod::received(Type::CLUSTER, "2"), None);
     pod.ack(Type::CLUSTER, "2");
     assert!(pod.write());
     assert_eq!(in_file(parent.path()), resources(&[("a", "2"), ("b", "1")]));

@@ -1,0 +1,255 @@
+//! Follows Envoy's answers to the agent's responses, and what is due after a time.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use envoy_types::pb::envoy::config::endpoint::v3::ClusterLoadAssignment;
+use envoy_types::pb::envoy::service::discovery::v3 as discovery;
+use envoy_types::pb::google::protobuf::Any;
+use futures_util::future::OptionFuture;
+use prost::Message;
+use tokio::time::{Instant, sleep_until};
+
+use super::OnDemand;
+use super::need::Need;
+use crate::problem::{Problem, codes};
+use crate::runtime::clock::{after, later};
+use crate::xds::ledger::Type;
+use crate::xds::request::{Request, frame, shortened};
+use crate::xds::wire::NameDigest;
+use crate::xds::{CLUSTER, ENDPOINTS};
+
+/// The time after which a request of Envoy for endpoints gets an empty answer.
+const ENDPOINTS_LIMIT: Duration = Duration::from_secs(1);
+/// The time after which a response of clusters that Envoy has not answered is taken for one that warms.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// The time after which a cluster that was withdrawn is offered again.
+const WITHDRAWN: Duration = Duration::from_secs(30);
+/// The time after which Envoy is told again that clusters do not exist. It asks for a name once only.
+const REPEAT: Duration = Duration::from_millis(200);
+/// The most names that are repeated. Requests to others wait for the timeout of the filter.
+const MAX_REPEATED: usize = 1000;
+
+/// A response of the agent with clusters, for which Envoy owes an answer.
+pub(super) struct Answer {
+    pub(super) nonce: String,
+    /// The nonce of istiod's response that it is a part of.
+    pub(super) response: Option<String>,
+    pub(super) sent: Instant,
+    /// The clusters that Envoy did not have, if it was ready.
+    pub(super) new: Vec<Bytes>,
+    pub(super) kind: Kind,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Kind {
+    Clusters,
+    /// It has waited for long. Envoy has got the endpoints of its new clusters again, with this nonce: if it answers those
+    /// first, clusters warm.
+    Late(String),
+    /// Its new clusters warm, and have been withdrawn.
+    Withdrawn,
+    /// Names that do not exist, or that are withdrawn.
+    Removal,
+}
+
+/// What [`OnDemand::next`] has waited for.
+pub(in crate::xds) enum Event {
+    /// The host names in this version of a cluster have been resolved.
+    Lookup(NameDigest),
+    /// Something is due.
+    Time,
+}
+
+impl OnDemand {
+    /// Takes Envoy's answer to a response with clusters, and passes it on to istiod. The answer to a part of a response is
+    /// the answer to the response; a cluster that is rejected at first use rejects istiod's newest one.
+    pub(super) fn read_answer(&mut self, request: &Request) {
+        let found = self.answers.iter().position(|it| it.nonce == request.nonce);
+        // Envoy answers in order.
+        let Some(answer) = found.and_then(|index| self.answers.drain(..=index).next_back()) else {
+            return;
+        };
+        let rejection = request.rejection.as_deref().map(shortened);
+        if let Some(nonce) = &answer.response {
+            self.send_ack_or_nack(CLUSTER, nonce, rejection.as_deref());
+        } else if let (Some(nonce), Some(reason)) = (self.newest.clone(), &rejection) {
+            self.send_ack_or_nack(CLUSTER, &nonce, Some(reason));
+        }
+        let cache = self.cache.clone();
+        let mut state = cache.lock();
+        let mut is_denied = false;
+        for text in answer.new {
+            let name = NameDigest::of(&text);
+            let accepted = &mut state.view(cache.pid()).of(Type::CLUSTER).accepted;
+            if answer.kind == Kind::Withdrawn {
+                accepted.remove(&name);
+            } else if rejection.is_some() && !accepted.contains(&name) {
+                // A later version is offered again. Without an accepted one, requests do not wait for it.
+                self.sent.remove(&name);
+                if state.catalog.unaccepted.contains(&name) && self.asked.contains_key(&name) {
+                    self.absent.insert(name, text);
+                    is_denied = true;
+                }
+            }
+        }
+        drop(state);
+        // Otherwise the next repetition follows its interval.
+        if is_denied {
+            self.deny_absent();
+        }
+    }
+
+    /// Says that clusters do not exist.
+    pub(super) fn deny_absent(&mut self) {
+        if self.absent.is_empty() {
+            self.repeat_absent_at = None;
+            return;
+        }
+        self.repeat_absent_at = Some(after(REPEAT));
+        if self.answers.iter().all(|it| it.kind != Kind::Removal) {
+            if self.absent.len() > MAX_REPEATED {
+                self.note_limit();
+            }
+            let names: Vec<_> = self.absent.values().take(MAX_REPEATED).cloned().collect();
+            self.send_removal(&names);
+        }
+    }
+
+    /// Sends Envoy a removal that does not concern the ledger.
+    fn send_removal(&mut self, names: &[Bytes]) {
+        let nonce = self.next_nonce();
+        let removed = names.iter().map(|name| String::from_utf8_lossy(name).into_owned());
+        let response = discovery::DeltaDiscoveryResponse {
+            type_url: CLUSTER.to_owned(),
+            nonce: nonce.clone(),
+            removed_resources: removed.collect(),
+            ..Default::default()
+        };
+        self.to_envoy.push(frame(&response.encode_to_vec()));
+        let (sent, new) = (Instant::now(), Vec::new());
+        self.answers.push_back(Answer { nonce, response: None, sent, new, kind: Kind::Removal });
+    }
+
+    /// Waits until something is due, or a lookup has ended. Cancel safe.
+    pub(in crate::xds) async fn next(on_demand: &mut Option<Self>) -> Option<Event> {
+        let on_demand = on_demand.as_mut()?;
+        let due = OptionFuture::from(on_demand.due().map(sleep_until));
+        tokio::select! {
+            Some(version) = on_demand.lookups.next() => Some(Event::Lookup(version)),
+            Some(()) = due => Some(Event::Time),
+            else => None,
+        }
+    }
+
+    /// Handles what [`OnDemand::next`] has returned.
+    pub(in crate::xds) fn handle(&mut self, event: Event) {
+        match event {
+            Event::Lookup(version) => self.release(Need::Lookup(version)),
+            Event::Time => self.tick(),
+        }
+    }
+
+    fn due(&self) -> Option<Instant> {
+        if !self.is_ready {
+            return self.repeat_absent_at;
+        }
+        let open = self.open.values().map(|(_, since)| later(*since, ENDPOINTS_LIMIT));
+        let late = self.answers.iter().find(|it| it.kind == Kind::Clusters);
+        let late = late.map(|it| later(it.sent, ANSWER_LIMIT));
+        let retries = self.held.values().filter_map(|need| match need {
+            Need::Time(at) => Some(*at),
+            _ => None,
+        });
+        open.chain(late).chain(retries).chain(self.repeat_absent_at).min()
+    }
+
+    fn tick(&mut self) {
+        let now = Instant::now();
+        let overdue = |since: Instant, limit| later(since, limit) <= now;
+        let open: Vec<_> = self
+            .open
+            .extract_if(|_, (_, since)| overdue(*since, ENDPOINTS_LIMIT))
+            .map(|(_, (name, _))| name)
+            .collect();
+        if !open.is_empty() {
+            self.observer.metrics.on_demand.timeouts.with(["endpoints"]).add(open.len() as u64);
+            self.send_no_endpoints(&open);
+        }
+        let is_late = |it: &Answer| it.kind == Kind::Clusters && overdue(it.sent, ANSWER_LIMIT);
+        if let Some(index) = self.answers.iter().position(is_late) {
+            self.check_answer(index);
+        }
+        let is_due = |need: &Need| matches!(need, Need::Time(at) if *at <= now);
+        if let Some(need) = self.held.values().copied().find(is_due) {
+            self.release(need);
+        }
+        if self.repeat_absent_at.is_some_and(|at| at <= now) {
+            self.deny_absent();
+        }
+    }
+
+    /// Sends Envoy the endpoints of new clusters that it has not answered. This is what a cluster may wait for, and an Envoy
+    /// with little CPU time has answered the clusters before it answers these.
+    fn check_answer(&mut self, index: usize) {
+        let Some(answer) = self.answers.get(index) else {
+            return;
+        };
+        let names: Vec<_> = answer.new.iter().map(|name| NameDigest::of(name)).collect();
+        let cache = self.cache.clone();
+        let sent = self.give_endpoints(&mut cache.lock(), &names);
+        if let Some(answer) = self.answers.get_mut(index) {
+            answer.kind = Kind::Late(sent.clone().unwrap_or_default());
+        }
+        if sent.is_none() {
+            self.withdraw("");
+        }
+    }
+
+    /// Takes the nonce of endpoints that Envoy has answered. Withdraws the new clusters that it has not answered before.
+    pub(super) fn withdraw(&mut self, nonce: &str) {
+        let is_late = |it: &&mut Answer| matches!(&it.kind, Kind::Late(sent) if sent == nonce);
+        let Some(answer) = self.answers.iter_mut().find(is_late) else {
+            return;
+        };
+        answer.kind = Kind::Withdrawn;
+        let new = answer.new.clone();
+        let names = String::from_utf8_lossy(&new.join(&b", "[..])).into_owned();
+        let found = format!("no answer for 1 s; new clusters: {names}");
+        let problem = Problem::new(codes::ON_DEMAND_CLUSTER_WARMS, "Envoy", found);
+        tracing::warn!(target: "xdsproxy", id = self.id, "{problem}");
+        self.observer.metrics.on_demand.timeouts.with(["clusters"]).inc();
+        if new.is_empty() {
+            return;
+        }
+        self.send_removal(&new);
+        self.progress.withdraw(&new);
+        for name in new.iter().map(|name| NameDigest::of(name)) {
+            self.sent.remove(&name);
+            self.held.insert(name, Need::Time(after(WITHDRAWN)));
+        }
+    }
+
+    /// Answers requests for endpoints that istiod does not answer, because no cluster may stay in warming.
+    fn send_no_endpoints(&mut self, names: &[Bytes]) {
+        let resources = names.iter().map(|name| {
+            let name = String::from_utf8_lossy(name).into_owned();
+            let empty = ClusterLoadAssignment { cluster_name: name.clone(), ..Default::default() };
+            discovery::Resource {
+                name,
+                resource: Some(Any {
+                    type_url: ENDPOINTS.to_owned(),
+                    value: empty.encode_to_vec(),
+                }),
+                ..Default::default()
+            }
+        });
+        let response = discovery::DeltaDiscoveryResponse {
+            resources: resources.collect(),
+            type_url: ENDPOINTS.to_owned(),
+            nonce: self.next_nonce(),
+            ..Default::default()
+        };
+        self.to_envoy.push(frame(&response.encode_to_vec()));
+    }
+}
