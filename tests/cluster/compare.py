@@ -26,8 +26,12 @@ from programs import ISTIODS, programs
 from world import GO, ISTIOD, OURS, Failed, Load, Skipped
 
 AGENTS = (GO, OURS)
-# A pod of istio-agent that stores no configuration.
-UNSTORED = "unstored"
+# Further pods of istio-agent, with their settings and what is said of them.
+UNSTORED, ON_DEMAND = "unstored", "on-demand"
+VARIANTS = {
+    UNSTORED: ({"ISTIO_AGENT_KEEP_CONFIG": ""}, "without stored configuration"),
+    ON_DEMAND: ({"ISTIO_AGENT_ON_DEMAND_CLUSTERS": "true"}, "with clusters on demand"),
+}
 HOSTS = 3000
 # The hosts of a ServiceEntry.
 GROUP = 10
@@ -224,7 +228,8 @@ once. A difference of less than 10 % counts as equal.
         pods = {}
         for agent in AGENTS:
             self.world.deploy(f"measured-{agent}", agent, annotations=cases.USUAL)
-        self.world.deploy(f"measured-{UNSTORED}", OURS, annotations=cases.USUAL | cases.config(ISTIO_AGENT_KEEP_CONFIG=""))
+        for name, (settings, _) in VARIANTS.items():
+            self.world.deploy(f"measured-{name}", OURS, annotations=cases.USUAL | cases.config(**settings))
         for agent in AGENTS:
             self.world.rolled_out(f"measured-{agent}")
             pods[agent] = Pod(self.world, self.world.pods(f"measured-{agent}")[0])
@@ -247,16 +252,19 @@ once. A difference of less than 10 % counts as equal.
             told = load.told[cases.CLIENTS[0]]
             crashed[agent] = f"no service for {told['seconds']:.1f} s, {len(told['failed'])} of {told['sent']} requests failed"
         self.page.text("faults", "Envoy killed in a pod, under load", crashed)
-        self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in (*AGENTS, UNSTORED)))
+        self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in (*AGENTS, *VARIANTS)))
 
     def changes(self, pods):
-        """Measures three pods, one of them without stored configuration, with more and more hosts, and while hosts change."""
-        self.world.rolled_out(f"measured-{UNSTORED}")
-        everyone = pods | {UNSTORED: Pod(self.world, self.world.pods(f"measured-{UNSTORED}")[0])}
+        """Measures these pods and those with other settings, with more and more hosts, and while hosts change."""
+        everyone = dict(pods)
+        for name in VARIANTS:
+            self.world.rolled_out(f"measured-{name}")
+            everyone[name] = Pod(self.world, self.world.pods(f"measured-{name}")[0])
         for count in (1000, HOSTS):
             self.know_hosts(count, everyone)
             self.memory(f"with {count:,} ServiceEntry hosts", everyone)
         before, written = self.processors(everyone), {name: pod.written() for name, pod in everyone.items()}
+        before_all = {name: pod.used_by_all() for name, pod in everyone.items()}
         with Most(everyone) as most:
             for number in range(30):
                 self.hosts(0, 1000, 81 + number)
@@ -265,6 +273,8 @@ once. A difference of less than 10 % counts as equal.
         spent = {name: used - before[name] for name, used in self.processors(everyone).items()}
         what = f"30 changes of 1,000 of {HOSTS:,} hosts"
         self.figures("processor", what, "ms", spent)
+        all_spent = {name: pod.used_by_all() - before_all[name] for name, pod in everyone.items()}
+        self.figures("processor", f"{what}, Envoy included", "ms", all_spent)
         self.page.figures("disk", f"written by the agent during {what}", "MB", {
             agent: [pods[agent].written() - written[agent]] for agent in AGENTS})
         self.figures("memory", f"private memory of the agent at most during {what}", "MB", most.of)
@@ -274,10 +284,11 @@ once. A difference of less than 10 % counts as equal.
         self.delete_hosts(HOSTS, 10_000)
 
     def figures(self, heading, what, unit, of):
-        """Adds a row, and a second one for the pod without stored configuration."""
+        """Adds a row, and one for each pod with other settings."""
         self.page.figures(heading, what, unit, {agent: [of[agent]] for agent in AGENTS})
-        if UNSTORED in of:
-            self.page.figures(heading, f"{what}, istio-agent without stored configuration", unit, {GO: [of[GO]], OURS: [of[UNSTORED]]})
+        for name, (_, said) in VARIANTS.items():
+            if name in of:
+                self.page.figures(heading, f"{what}, istio-agent {said}", unit, {GO: [of[GO]], OURS: [of[name]]})
 
     def know_hosts(self, count, pods):
         self.hosts(0, count, 80)
@@ -291,9 +302,9 @@ once. A difference of less than 10 % counts as equal.
         summary = json.loads(self.world.kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))["pods"]
         held = {pod["podRef"]["name"]: container["memory"]["workingSetBytes"] / 1e6
                 for pod in summary for container in pod["containers"] if container["name"] == "istio-proxy"}
-        self.page.figures("memory", f"working set {when}", "MB", {agent: [held[pods[agent].name]] for agent in AGENTS})
+        self.figures("memory", f"working set {when}", "MB", {name: held[pod.name] for name, pod in pods.items()})
         self.figures("memory", f"private memory of the agent {when}", "MB", {name: pod.private("pilot-agent") for name, pod in pods.items()})
-        self.page.figures("memory", f"private memory of its Envoy {when}", "MB", {agent: [pods[agent].private("envoy")] for agent in AGENTS})
+        self.figures("memory", f"private memory of its Envoy {when}", "MB", {name: pod.private("envoy") for name, pod in pods.items()})
 
     def processors(self, pods):
         return {name: pod.used() for name, pod in pods.items()}
@@ -481,6 +492,9 @@ class Pod:
     def used(self):
         return used(self.process())
 
+    def used_by_all(self):
+        return used(self.process()) + used(self.process("envoy"))
+
     def written(self):
         """Returns the bytes that the agent has written to disks, in MB."""
         counted = pathlib.Path(f"/proc/{self.process()}/io").read_text()
@@ -492,8 +506,11 @@ class Pod:
         return len(re.findall(r":3AA4 01 ", tables))
 
     def knows(self, name):
-        return name in run("nsenter", f"--net=/proc/{self.process()}/ns/net", "curl", "--silent",
-                           f"http://127.0.0.1:15000/config_dump?resource=dynamic_active_clusters&name_regex=.*{name}.*")
+        """Returns true if Envoy has the cluster of a name, or routes to it: clusters on demand are not there before their use."""
+        dumps = (run("nsenter", f"--net=/proc/{self.process()}/ns/net", "curl", "--silent",
+                     f"http://127.0.0.1:15000/config_dump?resource={resource}&name_regex={pattern}")
+                 for resource, pattern in (("dynamic_active_clusters", f".*{name}.*"), ("dynamic_route_configs", "80")))
+        return any(name in dump for dump in dumps)
 
 
 class Alone:
