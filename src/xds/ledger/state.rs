@@ -630,7 +630,7 @@ impl State {
 
     /// Merges blocks that are mostly unused, one at a time. Returns true if there is more to do.
     pub(super) fn compact(&mut self) -> bool {
-        self.store.compact().unwrap_or_else(|error| {
+        self.store.compact(self.is_stored).unwrap_or_else(|error| {
             tracing::warn!(target: "xdsproxy", "stored configuration is damaged in memory: {error}");
             false
         })
@@ -680,7 +680,7 @@ impl State {
         }
         let in_use: u64 = self.store.bytes().values().sum();
         let is_whole = std::mem::take(&mut self.is_whole_due)
-            || self.is_stored && self.file_length > in_use.saturating_mul(2) + SLACK;
+            || self.file_length > in_use.saturating_mul(2) + SLACK;
         let types = self.types.iter();
         let record = Record {
             identity: self.identity.clone()?,
@@ -688,9 +688,7 @@ impl State {
             used: self.catalog.used(),
             types: types.map(|(type_of, it)| (type_of.url().to_owned(), it.clone())).collect(),
         };
-        let batch = Batch { is_whole, blocks: self.store.take_blocks(is_whole), record };
-        // Blocks count as written without a file, too, so that unused ones are merged.
-        self.is_stored.then_some(batch)
+        Some(Batch { is_whole, blocks: self.store.take_blocks(is_whole), record })
     }
 
     /// Takes the result of writing a batch. Returns an error that has to be logged.

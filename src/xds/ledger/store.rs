@@ -446,12 +446,23 @@ impl Store {
     }
 
     /// Merges a block of which less than half is in use into another one, if there are several of its type. Returns true
-    /// if there is more to merge. Blocks that are not in the file stay.
-    pub(super) fn compact(&mut self) -> io::Result<bool> {
+    /// if there is more to merge. Blocks that are to be written to the file stay.
+    pub(super) fn compact(&mut self, is_stored: bool) -> io::Result<bool> {
+        if !is_stored {
+            self.release_removals();
+        }
+        // Without a file, fields of unanswered responses may be in any block.
+        let mut used = BTreeMap::<BlockNumber, u32>::new();
+        let places = self.types.values().flat_map(|index| index.resources.values());
+        for place in places.filter(|_| !is_stored) {
+            *used.entry(place.block).or_default() += place.length;
+        }
         let mut sparse = BTreeMap::<Type, Vec<BlockNumber>>::new();
         for (number, block) in &self.blocks {
             let is_sparse = (block.used as usize) < BLOCK / 2;
-            if block.is_written && is_sparse && matches!(block.data, Data::Compressed(_)) {
+            let is_done =
+                if is_stored { block.is_written } else { used.get(number) == Some(&block.used) };
+            if is_done && is_sparse && matches!(block.data, Data::Compressed(_)) {
                 sparse.entry(block.type_of).or_default().push(*number);
             }
         }

@@ -77,6 +77,29 @@ async fn blocks_do_not_pile_up_while_resources_change_and_the_file_stays_small()
 }
 
 #[tokio::test(start_paused = true)]
+async fn blocks_do_not_pile_up_in_a_ledger_without_a_file() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut pod = Pod::with(Config { on_demand: true, ..config(parent.path()) });
+    pod.ledger.0.state.lock().turn_off();
+    let all: Resources = (0..500).map(|it| (format!("name-{it}"), content(400))).collect();
+    pod.accept_first(&all);
+    assert!(!pod.write());
+    let memory = pod.ledger.0.state.lock().memory();
+    for round in 0..1000 {
+        let name = format!("name-{}", fastrand::usize(..500));
+        let changed = resources(&[(&name, &content(400))]);
+        pod.accept(Type::CLUSTER, &round.to_string(), &changed, &[]);
+        let unanswered = resources(&[(&name, &content(400))]);
+        pod.push(Type::CLUSTER, &format!("{round}-again"), &unanswered, &[]);
+        assert!(!pod.write());
+        pod.ack(Type::CLUSTER, &format!("{round}-again"));
+    }
+    let after = pod.ledger.0.state.lock().memory();
+    assert!(after < 2 * memory, "{memory} {after}");
+    assert!(!parent.path().join(DIRECTORY).join(FILE).exists());
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_hour_with_a_changed_endpoint_each_second_writes_at_most_4_mb() {
     // Like istiod's, the ten endpoints differ in a few bytes only.
     let assignment = || {
