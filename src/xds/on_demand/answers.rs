@@ -11,7 +11,7 @@ use prost::Message;
 use tokio::time::{Instant, sleep_until};
 
 use super::OnDemand;
-use super::need::Need;
+use super::need::{Lookup, Need};
 use crate::problem::{Problem, codes};
 use crate::runtime::clock::{after, later};
 use crate::xds::ledger::Type;
@@ -55,8 +55,8 @@ pub(super) enum Kind {
 
 /// What [`OnDemand::next`] has waited for.
 pub(in crate::xds) enum Event {
-    /// The host names in this version of a cluster have been resolved.
-    Lookup(NameDigest),
+    /// A lookup has ended. True if a resolver has answered.
+    Lookup(Lookup, bool),
     /// Something is due.
     Time,
 }
@@ -136,7 +136,9 @@ impl OnDemand {
         let on_demand = on_demand.as_mut()?;
         let due = OptionFuture::from(on_demand.due().map(sleep_until));
         tokio::select! {
-            Some(version) = on_demand.lookups.next() => Some(Event::Lookup(version)),
+            Some((lookup, is_answered)) = on_demand.lookups.next() => {
+                Some(Event::Lookup(lookup, is_answered))
+            }
             Some(()) = due => Some(Event::Time),
             else => None,
         }
@@ -145,7 +147,7 @@ impl OnDemand {
     /// Handles what [`OnDemand::next`] has returned.
     pub(in crate::xds) fn handle(&mut self, event: Event) {
         match event {
-            Event::Lookup(version) => self.release(Need::Lookup(version)),
+            Event::Lookup(lookup, is_answered) => self.end_lookup(lookup, is_answered),
             Event::Time => self.tick(),
         }
     }

@@ -42,7 +42,7 @@ use super::observe::Observer;
 use super::request::{Request, Subscription, frame, without_nonce};
 use super::response::Received;
 use super::wire::{NameDigest, ResourceField, Walker};
-use super::{CLUSTER, ENDPOINTS, EXTENSION, LISTENER, Protocol};
+use super::{CLUSTER, ENDPOINTS, EXTENSION, LISTENER, Protocol, SECRET};
 pub(super) use answers::Event;
 use answers::{Answer, Kind};
 pub(super) use catalog::Catalog;
@@ -259,6 +259,10 @@ impl OnDemand {
                 false
             }
             LISTENER => self.read_listeners_request(request),
+            SECRET => {
+                self.read_secrets_request(request);
+                true
+            }
             ENDPOINTS => {
                 self.read_endpoints_request(request);
                 self.withdraw(&request.nonce);
@@ -274,6 +278,13 @@ impl OnDemand {
         };
         request.frame = frame;
         true
+    }
+
+    /// Takes a request of Envoy for secrets. istiod does not send those again that Envoy has when the stream begins.
+    fn read_secrets_request(&mut self, request: &Request) {
+        let initial = request.subscription().unwrap_or_default().initial_resource_versions;
+        let versions = initial.into_iter().filter_map(|entry| Version::decode(entry).ok());
+        self.secrets.extend(versions.map(|it| NameDigest::of(&it.name)));
     }
 
     /// Takes a request of Envoy for clusters. istiod gets the first one, changed, and later ones only as ACK or NACK.

@@ -1,13 +1,13 @@
 //! Decides what a cluster waits for before Envoy gets it, and resolves the host names of DNS clusters.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
 use tokio::net::lookup_host;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 use super::{Discovery, Offer, OnDemand};
 use crate::xds::ledger::{State, Type};
@@ -16,8 +16,6 @@ use crate::xds::{ENDPOINTS, SECRET};
 
 /// The time after which an error of a lookup means that no resolver has answered.
 const ANSWER: Duration = Duration::from_secs(1);
-/// The time between two lookups of a name for which no resolver answers.
-const PAUSE: Duration = Duration::from_secs(5);
 /// The most lookups at a time. Each has a thread.
 const MAX_LOOKUPS: usize = 4;
 
@@ -34,56 +32,70 @@ pub(super) enum Need {
     Time(Instant),
 }
 
+/// The lookup of the host names in a version of a cluster.
+pub(in crate::xds) struct Lookup {
+    cluster: NameDigest,
+    version: NameDigest,
+    hosts: Vec<String>,
+}
+
 /// The lookups for DNS clusters that are held.
 #[derive(Default)]
 pub(super) struct Lookups {
-    running: FuturesUnordered<BoxFuture<'static, (NameDigest, NameDigest)>>,
-    waiting: Vec<(NameDigest, NameDigest, Vec<String>)>,
+    running: FuturesUnordered<BoxFuture<'static, (Lookup, bool)>>,
+    waiting: VecDeque<Lookup>,
     /// The version of each cluster whose host names have been resolved.
     done: HashMap<NameDigest, NameDigest>,
 }
 
 impl Lookups {
-    fn start(&mut self, cluster: NameDigest, version: NameDigest, hosts: Vec<String>) {
-        self.waiting.push((cluster, version, hosts));
+    fn start(&mut self, lookup: Lookup) {
+        self.waiting.push_back(lookup);
         self.fill();
     }
 
     fn fill(&mut self) {
         while self.running.len() < MAX_LOOKUPS
-            && let Some((cluster, version, hosts)) = self.waiting.pop()
+            && let Some(lookup) = self.waiting.pop_front()
         {
             self.running.push(Box::pin(async move {
-                for host in hosts {
-                    resolve(&host).await;
+                for host in &lookup.hosts {
+                    if !is_answered(host).await {
+                        return (lookup, false);
+                    }
                 }
-                (cluster, version)
+                (lookup, true)
             }));
         }
     }
 
-    /// Waits for the end of a lookup. Cancel safe.
-    pub(super) async fn next(&mut self) -> Option<NameDigest> {
-        let (cluster, version) = self.running.next().await?;
-        self.done.insert(cluster, version);
+    /// Waits for the end of a lookup. Returns true with it if a resolver has answered for all names. Cancel safe.
+    pub(super) async fn next(&mut self) -> Option<(Lookup, bool)> {
+        let ended = self.running.next().await?;
         self.fill();
-        Some(version)
+        Some(ended)
     }
 }
 
-/// Waits until a resolver has answered for a name. An answer that the name does not exist, or a failure, is enough: Envoy
+/// Returns true if a resolver answers for a name. An answer that the name does not exist, or a failure, is enough: Envoy
 /// gets the same, and does not wait.
-async fn resolve(host: &str) {
-    loop {
-        let begin = Instant::now();
-        if lookup_host((host, 0)).await.is_ok() || begin.elapsed() < ANSWER {
-            return;
-        }
-        sleep(PAUSE).await;
-    }
+async fn is_answered(host: &str) -> bool {
+    let begin = Instant::now();
+    lookup_host((host, 0)).await.is_ok() || begin.elapsed() < ANSWER
 }
 
 impl OnDemand {
+    /// Takes a lookup that has ended. A name for which no resolver answers is looked up again after the others, unless a
+    /// newer version of the cluster has come.
+    pub(super) fn end_lookup(&mut self, lookup: Lookup, is_answered: bool) {
+        if is_answered {
+            self.lookups.done.insert(lookup.cluster, lookup.version);
+            self.release(Need::Lookup(lookup.version));
+        } else if self.held.get(&lookup.cluster) == Some(&Need::Lookup(lookup.version)) {
+            self.lookups.start(lookup);
+        }
+    }
+
     /// Returns what a cluster waits for. Before Envoy is ready, no request waits for clusters, and none is held.
     pub(super) fn need(&mut self, state: &mut State, cluster: &Offer) -> Option<Need> {
         if !self.is_ready {
@@ -113,7 +125,8 @@ impl OnDemand {
             let version = NameDigest::of(&cluster.field);
             if self.lookups.done.get(&cluster.digest) != Some(&version) {
                 if self.held.get(&cluster.digest) != Some(&Need::Lookup(version)) {
-                    self.lookups.start(cluster.digest, version, hosts.clone());
+                    let (cluster, hosts) = (cluster.digest, hosts.clone());
+                    self.lookups.start(Lookup { cluster, version, hosts });
                 }
                 return Some(Need::Lookup(version));
             }
