@@ -128,8 +128,7 @@ impl Loader<'_> {
             NodeType::Sidecar => "Envoy does not use delta xDS (ISTIO_DELTA_XDS=false)".to_owned(),
             kind => format!("the proxy is a {kind}, and not a sidecar"),
         };
-        let problem = Problem::new(codes::ON_DEMAND_OFF, variable.row.name, obstacle);
-        self.notes.warnings.push(problem);
+        self.notes.warnings.push(Problem::new(codes::ON_DEMAND_OFF, variable.row.name, obstacle));
         false
     }
 

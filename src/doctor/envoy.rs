@@ -37,8 +37,9 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     if let Some(seen) = subject.running.map(|it| it.discovery.snapshot()) {
         checks.extend(seen.rejections().iter().map(Check::from));
         if let Some(on_demand) = &seen.on_demand {
-            let problems = on_demand.problems();
-            checks.extend(problems.iter().map(|it| Check::with_level(Level::Warning, it)));
+            for problem in on_demand.problems() {
+                checks.push(Check::with_level(Level::Warning, &problem));
+            }
             checks.push(Check::ok("clusters on demand", on_demand.summary()));
         }
     }

@@ -433,18 +433,9 @@ impl OnDemand {
     fn store_endpoints(&mut self, received: &Received, message: &Bytes) {
         let cache = self.cache.clone();
         let mut state = cache.lock();
-        let mut fields = Vec::new();
-        let mut walker = Walker::finder(message.len() as u64);
-        let walked = walker.find(message, |ResourceField { name, range, is_removed }| {
-            let field = &message[range.start as usize..range.end as usize];
-            let place = state.store.append_any(Type::ENDPOINTS, field);
-            fields.push(Field { name, place, is_removed, response: 0 });
-        });
+        let mut fields = append_endpoints(&mut state, message);
         drop(state);
-        // The relay has found the message well-formed.
-        if walked.is_ok() {
-            self.read_endpoints(&mut fields);
-        }
+        self.read_endpoints(&mut fields);
         cache.lock().release(fields.iter().map(|field| field.place));
         self.send_ack_or_nack(ENDPOINTS, &received.nonce, None);
     }
@@ -672,13 +663,7 @@ impl OnDemand {
     fn give_endpoints(&mut self, state: &mut State, names: &[NameDigest]) -> Option<String> {
         let read = state.read_newest(self.cache.pid(), Type::ENDPOINTS, names);
         let (bytes, version) = read.ok().filter(|(bytes, _)| !bytes.is_empty())?;
-        let (mut walker, mut fields) = (Walker::finder(bytes.len() as u64), Vec::new());
-        let walked = walker.find(&bytes, |ResourceField { name, range, .. }| {
-            let field = &bytes[range.start as usize..range.end as usize];
-            let place = state.store.append_any(Type::ENDPOINTS, field);
-            fields.push(Field { name, place, is_removed: false, response: 0 });
-        });
-        walked.ok()?;
+        let fields = append_endpoints(state, &bytes);
         Some(self.respond(state, Type::ENDPOINTS, &version, &bytes, fields))
     }
 
@@ -775,6 +760,18 @@ impl OnDemand {
         self.observer.record_ack_or_nack(type_url, nonce, problem);
         self.to_istiod.push(encode_request(Protocol::Delta, type_url, "", nonce, problem));
     }
+}
+
+/// Appends the fields of a message with endpoints to the store. Those after malformed bytes are left out.
+fn append_endpoints(state: &mut State, message: &[u8]) -> Vec<Field> {
+    let mut fields = Vec::new();
+    let mut walker = Walker::finder(message.len() as u64);
+    let _ = walker.find(message, |ResourceField { name, range, is_removed }| {
+        let field = &message[range.start as usize..range.end as usize];
+        let place = state.store.append_any(Type::ENDPOINTS, field);
+        fields.push(Field { name, place, is_removed, response: 0 });
+    });
+    fields
 }
 
 /// Calls `each` for all stored clusters.
