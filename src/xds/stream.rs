@@ -279,6 +279,10 @@ impl StreamState {
         }
         if let Some(on_demand) = &mut self.on_demand {
             self.to_client.extend(on_demand.to_envoy.drain(..));
+            if let Some((received, message)) = on_demand.take_first_listeners() {
+                self.recorder.record_message(&received, &message, false);
+                self.to_client.push_back(frame(&message));
+            }
         }
         self.to_client.append(&mut self.rewritten_waiting);
         while let Some(frame) = self.recorder.take_stored() {

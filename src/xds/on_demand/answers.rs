@@ -163,7 +163,8 @@ impl OnDemand {
             Need::Time(at) => Some(*at),
             _ => None,
         });
-        open.chain(late).chain(retries).chain(self.repeat_absent_at).min()
+        let listeners = self.first_listeners.as_ref().map(|it| it.until);
+        open.chain(late).chain(retries).chain(self.repeat_absent_at).chain(listeners).min()
     }
 
     fn tick(&mut self) {

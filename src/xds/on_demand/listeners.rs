@@ -1,18 +1,33 @@
 //! Sends Envoy rewritten listeners, and istiod's own if Envoy rejects those. Looks for names in responses that pass.
 
+use std::time::Duration;
+
 use bytes::Bytes;
+use tokio::time::Instant;
 use tonic::Status;
 
 use super::need::Need;
 use super::routes::RouteWalker;
 use super::{OnDemand, Passing, listener};
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::after;
 use crate::xds::ledger::rejected::rejected;
 use crate::xds::ledger::{Field, Type};
 use crate::xds::request::{HEAD, Request, shortened};
 use crate::xds::response::Received;
 use crate::xds::wire::{NameDigest, ResourceField, Walker};
 use crate::xds::{LISTENER, ROUTES, SECRET};
+
+/// The time for which the first listeners wait for clusters.
+const WAIT: Duration = Duration::from_secs(1);
+
+/// Envoy's first listeners. They wait for the endpoints of clusters that they name: the first requests may need these
+/// clusters, and Envoy does not wait for them as for the clusters that precede its listeners.
+pub(super) struct FirstListeners {
+    received: Received,
+    message: Bytes,
+    pub(super) until: Instant,
+}
 
 /// A response with rewritten listeners.
 pub(super) struct Rewritten {
@@ -31,13 +46,13 @@ pub(super) struct Originals {
 }
 
 impl OnDemand {
-    /// Takes a complete response of istiod with listeners. Returns the response for Envoy. The clusters that the listeners
-    /// name are sent before it.
+    /// Takes a complete response of istiod with listeners. Returns the response for Envoy, unless it waits. The clusters that
+    /// the listeners name are sent before it.
     pub(in crate::xds) fn read_listeners(
         &mut self,
         received: &Received,
         message: &Bytes,
-    ) -> Result<Bytes, Status> {
+    ) -> Result<Option<Bytes>, Status> {
         let cache = self.cache.clone();
         let mut state = cache.lock();
         let is_plain = |name: &str| state.catalog.is_plain(name);
@@ -57,8 +72,24 @@ impl OnDemand {
             let (nonce, version) = (received.nonce.clone(), received.version.clone());
             self.rewritten.push_back(Rewritten { nonce, version, listeners });
         }
+        let is_first = !std::mem::replace(&mut self.is_ready, true);
+        if is_first {
+            self.first_listeners = Some(FirstListeners {
+                received: received.clone(),
+                message: rewritten.message.clone(),
+                until: after(WAIT),
+            });
+        }
         self.offer_mentioned(&mut state);
-        Ok(rewritten.message)
+        Ok((!is_first).then_some(rewritten.message))
+    }
+
+    /// Returns the first listeners when they no longer wait. They follow what is in `to_envoy`.
+    pub(in crate::xds) fn take_first_listeners(&mut self) -> Option<(Received, Bytes)> {
+        let is_waiting = self.held.values().any(|need| matches!(need, Need::Endpoints(_)));
+        let listeners =
+            self.first_listeners.take_if(|it| !is_waiting || it.until <= Instant::now())?;
+        Some((listeners.received, listeners.message))
     }
 
     /// Takes a request of Envoy for listeners. Returns true if istiod gets it. If Envoy rejects rewritten listeners, istiod

@@ -48,8 +48,7 @@ use answers::{Answer, Kind};
 pub(super) use catalog::Catalog;
 use catalog::OUTBOUND;
 use cluster::{ClusterFacts, Discovery};
-use listeners::{Originals, Rewritten};
-
+use listeners::{FirstListeners, Originals, Rewritten};
 use need::{Lookups, Need};
 pub use status::OnDemandSnapshot;
 use status::Progress;
@@ -75,7 +74,7 @@ pub(super) struct OnDemand {
     has_endpoints: bool,
     /// True once istiod has said which clusters exist.
     knows_clusters: bool,
-    /// True once Envoy has answered listeners, so that requests may wait for clusters.
+    /// True once Envoy has got listeners, so that requests may wait for clusters.
     is_ready: bool,
     /// The newest nonce of istiod's responses with clusters.
     newest: Option<String>,
@@ -100,6 +99,7 @@ pub(super) struct OnDemand {
     /// The secrets that have come on this stream, and those that the agent awaits.
     secrets: HashSet<NameDigest>,
     awaited_secrets: HashMap<NameDigest, String>,
+    first_listeners: Option<FirstListeners>,
     /// Responses with rewritten listeners that Envoy has not answered.
     rewritten: VecDeque<Rewritten>,
     /// Responses with istiod's listeners in place of rejected ones.
@@ -242,6 +242,7 @@ impl OnDemand {
             open: HashMap::new(),
             secrets: HashSet::new(),
             awaited_secrets: HashMap::new(),
+            first_listeners: None,
             rewritten: VecDeque::new(),
             originals: VecDeque::new(),
             passing: None,
@@ -417,7 +418,7 @@ impl OnDemand {
     ) -> Result<Option<Bytes>, Status> {
         match &*received.type_url {
             CLUSTER => self.read_clusters(received, message).map(|()| None),
-            LISTENER => self.read_listeners(received, message).map(Some),
+            LISTENER => self.read_listeners(received, message),
             EXTENSION => {
                 self.read_extensions(message);
                 Ok(Some(message.clone()))
@@ -582,7 +583,8 @@ impl OnDemand {
     }
 
     /// Sends Envoy a response with clusters, and with the endpoints of those that it has, because it does not ask for
-    /// these again. `response` is the nonce of istiod's response.
+    /// these again. Before the first listeners, it sends the endpoints of all, so that no cluster warms when the listeners
+    /// come. `response` is the nonce of istiod's response.
     fn send(
         &mut self,
         state: &mut State,
@@ -602,11 +604,13 @@ impl OnDemand {
                 is_removed: false,
                 response: 0,
             });
-            if self.sent.insert(cluster.digest) {
-                if self.is_ready {
-                    new.push(Bytes::copy_from_slice(&cluster.name));
-                }
-            } else if let Discovery::Endpoints(name) = &cluster.facts.discovery {
+            let is_new = self.sent.insert(cluster.digest);
+            if is_new && self.is_ready {
+                new.push(Bytes::copy_from_slice(&cluster.name));
+            }
+            if (!is_new || self.first_listeners.is_some())
+                && let Discovery::Endpoints(name) = &cluster.facts.discovery
+            {
                 endpoints.push(NameDigest::of(name.as_bytes()));
             }
         }

@@ -8,7 +8,7 @@ use envoy_types::pb::envoy::config::cluster::v3::cluster::{
 use envoy_types::pb::envoy::config::core::v3::config_source::ConfigSourceSpecifier;
 use envoy_types::pb::envoy::config::core::v3::node::UserAgentVersionType;
 use envoy_types::pb::envoy::config::core::v3::{
-    AggregatedConfigSource, BuildVersion, ConfigSource, Node, TrafficDirection,
+    AggregatedConfigSource, BuildVersion, ConfigSource, Metadata, Node, TrafficDirection,
 };
 use envoy_types::pb::envoy::config::endpoint::v3::ClusterLoadAssignment;
 use envoy_types::pb::envoy::config::listener::v3::filter::ConfigType;
@@ -19,7 +19,7 @@ use envoy_types::pb::envoy::service::discovery::v3::{
     DeltaDiscoveryRequest, DeltaDiscoveryResponse, Resource,
 };
 use envoy_types::pb::envoy::r#type::v3::SemanticVersion;
-use envoy_types::pb::google::protobuf::Any;
+use envoy_types::pb::google::protobuf::{Any, Struct};
 use envoy_types::pb::google::rpc;
 use prost::{Message, Name};
 use tempfile::TempDir;
@@ -54,8 +54,7 @@ fn new_state(ledger: &Ledger, id: u32) -> StreamState {
 }
 
 impl Stream {
-    /// Begins a stream on which Envoy is ready, and has these clusters of istiod at its disposal.
-    fn ready(clusters: &[Cluster]) -> Self {
+    fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let config = Config {
             volume: Some(Volume::named(directory.path())),
@@ -69,7 +68,12 @@ impl Stream {
         };
         let (ledger, _) = Ledger::new(config, None, &Registry::default(), CancellationToken::new());
         let state = new_state(&ledger, 1);
-        let mut stream = Self { state, ledger, ids: 1, _directory: directory };
+        Self { state, ledger, ids: 1, _directory: directory }
+    }
+
+    /// Begins a stream on which Envoy is ready, and has these clusters of istiod at its disposal.
+    fn ready(clusters: &[Cluster]) -> Self {
+        let mut stream = Self::new();
         stream.subscribe_all(clusters);
         stream
     }
@@ -434,5 +438,40 @@ async fn a_rejected_listener_is_replaced_by_istiods_and_its_clusters_are_sent() 
             responses.last().unwrap().resources[0].resource.as_ref().unwrap().value,
             original.1
         );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_listeners_follow_the_endpoints_of_clusters_that_they_name() {
+    for answers in [true, false] {
+        let mut stream = Stream::new();
+        stream.envoy(CLUSTER, |_| ());
+        stream.istiod(CLUSTER, "c1", &[of_cluster(&eds(A)), of_cluster(&eds(B))], &[]);
+        stream.ack_all(CLUSTER);
+        stream.envoy(LISTENER, |_| ());
+        let (listener, mut inbound) = tcp_listener("inbound", A);
+        let direction = Listener {
+            traffic_direction: TrafficDirection::Inbound.into(),
+            metadata: Some(Metadata {
+                filter_metadata: [(A.to_owned(), Struct::default())].into(),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        inbound.extend(direction.encode_to_vec());
+        stream.istiod(LISTENER, "l1", &[(listener, inbound)], &[]);
+        assert!(stream.take_for_envoy().is_empty());
+        if answers {
+            stream.istiod(ENDPOINTS, "e1", &[no_endpoints(A)], &[]);
+            let [clusters, endpoints, listeners] = &stream.take_for_envoy()[..] else {
+                panic!("three responses")
+            };
+            assert_eq!([clusters, endpoints].map(names), [[A], [A]]);
+            assert_eq!(names(listeners), ["inbound"]);
+        } else {
+            advance(Duration::from_millis(1001)).await;
+            stream.due();
+            assert_eq!(names(&stream.one()), ["inbound"]);
+        }
     }
 }
