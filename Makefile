@@ -92,10 +92,11 @@ package: deb ## Builds the .deb and .rpm packages for machines.
 	@$(rpm)
 	@$(if $(both),$(rpm) --target $(aarch64))
 
-cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kubernetes on this machine (as root), or in yours: CONTEXT=, IMAGE=, APPLICATION=.
+cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kubernetes on this machine (as root), or in yours: CONTEXT=, IMAGE=, APPLICATION=. VARIABLES=NAME=VALUE sets variables of the agent.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --suite $(or $(SUITE),all) \
 	  $(if $(CONTEXT),--context "$(CONTEXT)" --image "$(IMAGE)" --application "$(APPLICATION)",\
-	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(if $(filter-out 0,$(KEEP)),--keep)
+	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(VARIABLES:%=--variable %) --only "$(ONLY)" \
+	  $(if $(filter-out 0,$(KEEP)),--keep)
 
 compare: image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md. ONLY=measured_pods repeats a part.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --layout $(or $(LAYOUT),$(target)/image/oci) \
@@ -103,7 +104,7 @@ compare: image build ## Compares pilot-agent and this agent in such a cluster (a
 
 istio-tests: $(if $(LAYOUT),,image) ## Runs Istio's integration tests with this agent (as root), or with pilot-agent: AGENT=go. SUITE=security runs a part.
 	@python3 -B tests/istio/main.py --folder $(target)/istio-tests --layout $(or $(LAYOUT),$(target)/image/oci) \
-	  --agent $(or $(AGENT),ours) --suite "$(SUITE)" --repeat $(or $(REPEAT),2) $(if $(filter-out 0,$(WRITE)),--write)
+	  --agent $(or $(AGENT),ours) --suite "$(SUITE)" --repeat $(or $(REPEAT),2) $(VARIABLES:%=--variable %) $(if $(filter-out 0,$(WRITE)),--write)
 
 cluster-stop: ## Stops the cluster that `make cluster KEEP=1` left running.
 	@python3 -B deploy/cluster/cluster.py $(target)/cluster

@@ -30,10 +30,11 @@ COMMANDS = {"containerd": "containerd", "ctr": "containerd", "runc": "runc", "un
 
 
 class Cluster:
-    """A cluster. All its files are in one folder, and all its processes end with its first one."""
+    """A cluster. All its files are in one folder, and all its processes end with its first one. istio-agent's containers
+    have the environment variables `variables` (NAME=VALUE)."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, variables=()):
+        self.folder, self.variables = folder, variables
         self.kubectl = folder / "kubectl"
 
     def first(self):
@@ -77,7 +78,7 @@ class Cluster:
         # The second image claims to be for another release of Istio, so that agents take it for another build.
         (self.folder / "version").write_text("1.31.1\n")
         for name, files in zip(OURS_NAMES, ({}, {"/usr/local/bin/pilot-agent.istio-version": self.folder / "version"})):
-            layout.add(name, files, agent)
+            layout.add(name, files, agent, variables=self.variables)
         for name in GO_NAMES:
             layout.add(name, go_agent(istio), agent)
         layout.add("localhost/install-cni:1", {"/usr/local/bin/install-cni": istio / "install-cni",

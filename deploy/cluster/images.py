@@ -24,9 +24,10 @@ class Layout:
         (self.folder / "blobs/sha256" / digest).write_bytes(data)
         return {"mediaType": TYPE + kind, "digest": f"sha256:{digest}", "size": len(data)}
 
-    def add(self, name, files, base=None, archive=None, **config):
+    def add(self, name, files, base=None, archive=None, variables=(), **config):
         """Adds an image with files by their paths. A string in place of a file is the target of a symbolic link. The
-        layers of the layout `base` and of the tar archive `archive` come first, if they are given."""
+        layers of the layout `base` and of the tar archive `archive` come first, if they are given. Its processes have
+        the environment variables of `base` and `variables`."""
         layers, whole = [], {"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": []}}
         if base:
             read = lambda one: json.loads((base / "blobs" / one["digest"].replace(":", "/")).read_text())
@@ -40,6 +41,7 @@ class Layout:
             whole["rootfs"]["diff_ids"].append(layers[-1]["digest"])
             whole.pop("history", None)
         whole["config"] |= config
+        whole["config"]["Env"] = [*whole["config"].get("Env", ()), *variables]
         manifest = self.blob("manifest.v1+json", json.dumps({
             "schemaVersion": 2, "mediaType": TYPE + "manifest.v1+json", "layers": layers,
             "config": self.blob("config.v1+json", json.dumps(whole).encode())}).encode())

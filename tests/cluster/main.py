@@ -11,7 +11,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "deploy" / "cluster"))
 
 import cases
-import standby  # Adds its cases.
+import on_demand  # Adds its cases, and those of pods with a standby.
 from cluster import APPLICATION, OURS_NAMES, Cluster
 from compare import Comparison
 from programs import ISTIODS
@@ -27,6 +27,7 @@ def main():
     parser.add_argument("--context", help="a context of the user's kubeconfig, in place of a cluster that is made")
     parser.add_argument("--image", help="the image, as that cluster's nodes know it")
     parser.add_argument("--application", help="the image of the suite's application, likewise")
+    parser.add_argument("--variable", action="append", default=[], help="sets NAME=VALUE in this agent's containers, in a cluster that is made")
     parser.add_argument("--only", default="", help="cases and measurements with this in their names")
     parser.add_argument("--write", type=pathlib.Path, help="compares with Go's agent instead, and writes this page")
     parser.add_argument("--agent", type=pathlib.Path, help="the agent, to be compared outside a pod")
@@ -39,7 +40,7 @@ def main():
 
 
 def in_own_cluster(options):
-    cluster = Cluster(options.folder)
+    cluster = Cluster(options.folder, options.variable)
     begun = time.monotonic()
     try:
         if not cluster.first():

@@ -52,6 +52,7 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, required=True, help="logs and the cluster")
     parser.add_argument("--layout", type=pathlib.Path, required=True, help="the agent's image, an OCI layout")
     parser.add_argument("--agent", choices=AGENTS, default="ours", help="go runs all tests with pilot-agent")
+    parser.add_argument("--variable", action="append", default=[], help="sets NAME=VALUE in this agent's containers")
     parser.add_argument("--suite", default="", help="runs the parts whose names begin with this")
     parser.add_argument("--repeat", type=int, default=2, help="how often a test that fails is repeated with each agent")
     parser.add_argument("--write", action="store_true", help="writes the results to tests.csv")
@@ -129,8 +130,8 @@ class Bare(Cluster):
     def images(self, layout, agent, istio, control_plane, tools):
         tests = programs("istio/tests")
         keys = next(tests.glob("istio@*")) / "tests/testdata/certs/dns"
-        for tag, files in (("ours", {}), ("go", go_agent(istio))):
-            layout.add(f"{HUB}/proxyv2:{tag}", files, agent)
+        for tag, files, variables in (("ours", {}, self.variables), ("go", go_agent(istio), ())):
+            layout.add(f"{HUB}/proxyv2:{tag}", files, agent, variables=variables)
             add_istiod(layout, f"{HUB}/pilot:{tag}", control_plane)
             # The second image has Istio's echo server, too.
             for image in (f"{HUB}/app:{tag}", f"{GATEWAY_API}/echo-advanced:v1.5.1"):
@@ -138,7 +139,7 @@ class Bare(Cluster):
                     "/usr/local/bin/server": tests / "server", "/usr/local/bin/client": tests / "client",
                     "/cert.crt": keys / "cert-chain.pem", "/cert.key": keys / "key.pem"},
                     Entrypoint=["/usr/local/bin/server"], User="1338", Env=["PATH=/usr/local/bin"])
-            layout.add(f"{HUB}/app_sidecar_ubuntu_noble:{tag}", files, agent, machine(tests),
+            layout.add(f"{HUB}/app_sidecar_ubuntu_noble:{tag}", files, agent, machine(tests), variables,
                        Entrypoint=[], Cmd=[], User="1338", Env=["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"])
             for image in (f"{HUB}/ext-authz:{tag}", "registry.istio.io/testing/ext-authz:latest"):
                 layout.add(image, {"/extauthz": tests / "extauthz"}, Entrypoint=["/extauthz"])
@@ -211,7 +212,7 @@ def addresses(cluster):
 
 def run(options, built, package, agent, names, log):
     """Runs tests of a package in a new cluster. Returns the results of tests and subtests by name."""
-    cluster = Bare(options.folder / "cluster")
+    cluster = Bare(options.folder / "cluster", options.variable)
     try:
         cluster.start(options.layout.resolve())
         source = options.folder / "source"

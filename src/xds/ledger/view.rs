@@ -326,6 +326,14 @@ impl TypeView {
             || self.lacking.contains(&name)
     }
 
+    /// Takes the unanswered versions of resources that Envoy does not subscribe to. Its answer does not concern newer ones.
+    pub(in crate::xds) fn take_unanswered(&mut self, names: &HashSet<NameDigest>) -> Vec<Field> {
+        let responses = self.unanswered.iter_mut();
+        let fields =
+            responses.flat_map(|it| it.fields.extract_if(.., |it| names.contains(&it.name)));
+        fields.collect()
+    }
+
     /// Resources that Envoy has accepted, or that istiod has removed, are no longer awaited or rejected.
     pub(super) fn accept(&mut self, field: &Field) {
         self.rejected.remove(&field.name);

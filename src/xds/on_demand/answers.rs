@@ -38,14 +38,16 @@ pub(super) struct Answer {
     pub(super) sent: Instant,
     /// The clusters that Envoy did not have, if it was ready.
     pub(super) new: Vec<Bytes>,
+    /// The names of its clusters' endpoints.
+    pub(super) endpoints: Vec<NameDigest>,
     pub(super) kind: Kind,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Kind {
     Clusters,
-    /// It has waited for long. Envoy has got the endpoints of its new clusters again, with this nonce: if it answers those
-    /// first, clusters warm.
+    /// It has waited for long. Envoy has got the endpoints of its clusters again, with this nonce: if it answers those first,
+    /// clusters warm.
     Late(String),
     /// Its new clusters warm, and have been withdrawn.
     Withdrawn,
@@ -127,8 +129,14 @@ impl OnDemand {
             ..Default::default()
         };
         self.to_envoy.push(frame(&response.encode_to_vec()));
-        let (sent, new) = (Instant::now(), Vec::new());
-        self.answers.push_back(Answer { nonce, response: None, sent, new, kind: Kind::Removal });
+        self.answers.push_back(Answer {
+            nonce,
+            response: None,
+            sent: Instant::now(),
+            new: Vec::new(),
+            endpoints: Vec::new(),
+            kind: Kind::Removal,
+        });
     }
 
     /// Waits until something is due, or a lookup has ended. Cancel safe.
@@ -157,8 +165,7 @@ impl OnDemand {
             return self.repeat_absent_at;
         }
         let open = self.open.values().map(|(_, since)| later(*since, ENDPOINTS_LIMIT));
-        let late = self.answers.iter().find(|it| it.kind == Kind::Clusters);
-        let late = late.map(|it| later(it.sent, ANSWER_LIMIT));
+        let late = self.last_sent().map(|it| later(it, ANSWER_LIMIT));
         let retries = self.held.values().filter_map(|need| match need {
             Need::Time(at) => Some(*at),
             _ => None,
@@ -179,45 +186,52 @@ impl OnDemand {
             self.observer.metrics.on_demand.timeouts.with(["endpoints"]).add(open.len() as u64);
             self.send_no_endpoints(&open);
         }
-        let is_late = |it: &Answer| it.kind == Kind::Clusters && overdue(it.sent, ANSWER_LIMIT);
-        if let Some(index) = self.answers.iter().position(is_late) {
-            self.check_answer(index);
+        if self.last_sent().is_some_and(|it| overdue(it, ANSWER_LIMIT)) {
+            self.check_answers();
         }
         let is_due = |need: &Need| matches!(need, Need::Time(at) if *at <= now);
-        if let Some(need) = self.held.values().copied().find(is_due) {
-            self.release(need);
+        if self.held.values().any(is_due) {
+            self.release(is_due);
         }
         if self.repeat_absent_at.is_some_and(|at| at <= now) {
             self.deny_absent();
         }
     }
 
-    /// Sends Envoy the endpoints of new clusters that it has not answered. This is what a cluster may wait for, and an Envoy
+    /// Returns the time of the newest response with clusters that Envoy has not answered. Envoy may answer none of them while
+    /// it loads the clusters in one.
+    fn last_sent(&self) -> Option<Instant> {
+        self.answers.iter().filter(|it| it.kind == Kind::Clusters).map(|it| it.sent).max()
+    }
+
+    /// Sends Envoy the endpoints of all clusters that it has not answered. This is what a cluster may wait for, and an Envoy
     /// with little CPU time has answered the clusters before it answers these.
-    fn check_answer(&mut self, index: usize) {
-        let Some(answer) = self.answers.get(index) else {
-            return;
-        };
-        let names: Vec<_> = answer.new.iter().map(|name| NameDigest::of(name)).collect();
+    fn check_answers(&mut self) {
+        let unanswered = self.answers.iter().filter(|it| it.kind == Kind::Clusters);
+        let names: Vec<_> = unanswered.flat_map(|it| &it.endpoints).copied().collect();
         let cache = self.cache.clone();
-        let sent = self.give_endpoints(&mut cache.lock(), &names);
-        if let Some(answer) = self.answers.get_mut(index) {
-            answer.kind = Kind::Late(sent.clone().unwrap_or_default());
+        let sent = self.give_endpoints(&mut cache.lock(), &names).unwrap_or_default();
+        for answer in self.answers.iter_mut().filter(|it| it.kind == Kind::Clusters) {
+            answer.kind = Kind::Late(sent.clone());
         }
-        if sent.is_none() {
-            self.withdraw("");
+        if sent.is_empty() {
+            self.withdraw(&sent);
         }
     }
 
     /// Takes the nonce of endpoints that Envoy has answered. Withdraws the new clusters that it has not answered before.
     pub(super) fn withdraw(&mut self, nonce: &str) {
         let is_late = |it: &&mut Answer| matches!(&it.kind, Kind::Late(sent) if sent == nonce);
-        let Some(answer) = self.answers.iter_mut().find(is_late) else {
+        let (mut new, mut is_stuck) = (Vec::new(), false);
+        for answer in self.answers.iter_mut().filter(is_late) {
+            answer.kind = Kind::Withdrawn;
+            new.extend_from_slice(&answer.new);
+            is_stuck = true;
+        }
+        if !is_stuck {
             return;
-        };
-        answer.kind = Kind::Withdrawn;
-        let new = answer.new.clone();
-        let names = String::from_utf8_lossy(&new.join(&b", "[..])).into_owned();
+        }
+        let names = shortened(&String::from_utf8_lossy(&new.join(&b", "[..])));
         let found = format!("no answer for 1 s; new clusters: {names}");
         let problem = Problem::new(codes::ON_DEMAND_CLUSTER_WARMS, "Envoy", found);
         tracing::warn!(target: "xdsproxy", id = self.id, "{problem}");

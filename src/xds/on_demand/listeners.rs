@@ -195,8 +195,8 @@ impl OnDemand {
     fn read_secret(&mut self, name: NameDigest) {
         self.secrets.insert(name);
         if let Some(text) = self.awaited_secrets.remove(&name) {
-            self.subscribe(SECRET, &text, true);
-            self.release(Need::Secret(name));
+            self.subscribe(SECRET, vec![text], true);
+            self.release(|need| *need == Need::Secret(name));
         }
     }
 

@@ -49,7 +49,7 @@ pub(super) use catalog::Catalog;
 use catalog::OUTBOUND;
 use cluster::{ClusterFacts, Discovery};
 use listeners::{FirstListeners, Originals, Rewritten};
-use need::{Lookups, Need};
+use need::{Lookups, Need, Unknown};
 pub use status::OnDemandSnapshot;
 use status::Progress;
 
@@ -527,9 +527,9 @@ impl OnDemand {
         clusters: Vec<Offer>,
         is_newest: bool,
     ) -> Vec<Offer> {
-        let mut ready = Vec::new();
+        let (mut ready, mut unknown) = (Vec::new(), Unknown::default());
         for cluster in clusters {
-            match self.need(state, &cluster) {
+            match self.need(state, &cluster, &mut unknown) {
                 None => {
                     self.held.remove(&cluster.digest);
                     ready.push(cluster);
@@ -540,6 +540,11 @@ impl OnDemand {
                         store(state, &cluster);
                     }
                 }
+            }
+        }
+        for (type_url, names) in [(ENDPOINTS, unknown.endpoints), (SECRET, unknown.secrets)] {
+            if !names.is_empty() {
+                self.subscribe(type_url, names, false);
             }
         }
         ready
@@ -593,8 +598,8 @@ impl OnDemand {
         clusters: Vec<Offer>,
         removed: Vec<Bytes>,
     ) {
-        let (mut bytes, mut fields, mut endpoints, mut new) =
-            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut bytes, mut fields, mut new) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut endpoints, mut unasked) = (Vec::new(), Vec::new());
         for cluster in clusters {
             self.note_sent(state, &cluster);
             bytes.extend_from_slice(&cluster.field);
@@ -608,10 +613,12 @@ impl OnDemand {
             if is_new && self.is_ready {
                 new.push(Bytes::copy_from_slice(&cluster.name));
             }
-            if (!is_new || self.first_listeners.is_some())
-                && let Discovery::Endpoints(name) = &cluster.facts.discovery
-            {
-                endpoints.push(NameDigest::of(name.as_bytes()));
+            if let Discovery::Endpoints(name) = &cluster.facts.discovery {
+                let name = NameDigest::of(name.as_bytes());
+                endpoints.push(name);
+                if !is_new || self.first_listeners.is_some() {
+                    unasked.push(name);
+                }
             }
         }
         for name in removed {
@@ -630,10 +637,11 @@ impl OnDemand {
             response,
             sent: Instant::now(),
             new,
+            endpoints,
             kind: Kind::Clusters,
         });
         if self.is_ready {
-            self.give_endpoints(state, &endpoints);
+            self.give_endpoints(state, &unasked);
         }
     }
 
@@ -716,38 +724,35 @@ impl OnDemand {
         for field in &*fields {
             self.open.remove(&field.name);
         }
-        let names: Vec<_> = fields.iter().map(|field| field.name).collect();
+        let names: HashSet<_> = fields.iter().map(|field| field.name).collect();
         let is_own = |field: &mut Field| {
             !field.is_removed
                 && self.subscribed.contains(&field.name)
                 && !state.view(cache.pid()).of(Type::ENDPOINTS).wants(Type::ENDPOINTS, field.name)
         };
         let own: Vec<_> = fields.extract_if(.., is_own).collect();
+        let own_names = own.iter().map(|field| field.name).collect();
+        let unanswered = state.view(cache.pid()).of(Type::ENDPOINTS).take_unanswered(&own_names);
+        state.release(unanswered.iter().map(|field| field.place));
         for field in own {
             state.store.set(Type::ENDPOINTS, field.name, field.place);
         }
         drop(state);
-        for name in names {
-            self.release(Need::Endpoints(name));
-        }
+        self.release(|need| matches!(need, Need::Endpoints(name) if names.contains(name)));
     }
 
-    /// Offers the clusters that have waited for this.
-    fn release(&mut self, met: Need) {
-        if self.held.is_empty() {
-            return;
-        }
+    /// Offers the clusters whose need is met.
+    fn release(&mut self, is_met: impl Fn(&Need) -> bool) {
         let released: Vec<_> =
-            self.held.extract_if(|_, need| *need == met).map(|(name, _)| name).collect();
+            self.held.extract_if(|_, need| is_met(need)).map(|(name, _)| name).collect();
         if !released.is_empty() {
             let cache = self.cache.clone();
             self.offer_stored(&mut cache.lock(), &released);
         }
     }
 
-    /// Encodes the agent's own subscription to a resource, or the end of one.
-    fn subscribe(&mut self, type_url: &str, name: &str, ends: bool) {
-        let names = vec![name.to_owned()];
+    /// Encodes the agent's own subscription to resources, or the end of one.
+    fn subscribe(&mut self, type_url: &str, names: Vec<String>, ends: bool) {
         let (resource_names_subscribe, resource_names_unsubscribe) =
             if ends { (Vec::new(), names) } else { (names, Vec::new()) };
         let request = DeltaDiscoveryRequest {

@@ -12,7 +12,6 @@ use tokio::time::Instant;
 use super::{Discovery, Offer, OnDemand};
 use crate::xds::ledger::{State, Type};
 use crate::xds::wire::NameDigest;
-use crate::xds::{ENDPOINTS, SECRET};
 
 /// The time after which an error of a lookup means that no resolver has answered.
 const ANSWER: Duration = Duration::from_secs(1);
@@ -30,6 +29,13 @@ pub(super) enum Need {
     Lookup(NameDigest),
     /// The time at which a cluster that was withdrawn is offered again.
     Time(Instant),
+}
+
+/// Resources that clusters wait for, and that the agent has not subscribed to.
+#[derive(Default)]
+pub(super) struct Unknown {
+    pub(super) endpoints: Vec<String>,
+    pub(super) secrets: Vec<String>,
 }
 
 /// The lookup of the host names in a version of a cluster.
@@ -90,14 +96,19 @@ impl OnDemand {
     pub(super) fn end_lookup(&mut self, lookup: Lookup, is_answered: bool) {
         if is_answered {
             self.lookups.done.insert(lookup.cluster, lookup.version);
-            self.release(Need::Lookup(lookup.version));
+            self.release(|need| *need == Need::Lookup(lookup.version));
         } else if self.held.get(&lookup.cluster) == Some(&Need::Lookup(lookup.version)) {
             self.lookups.start(lookup);
         }
     }
 
     /// Returns what a cluster waits for. Before Envoy is ready, no request waits for clusters, and none is held.
-    pub(super) fn need(&mut self, state: &mut State, cluster: &Offer) -> Option<Need> {
+    pub(super) fn need(
+        &mut self,
+        state: &mut State,
+        cluster: &Offer,
+        unknown: &mut Unknown,
+    ) -> Option<Need> {
         if !self.is_ready {
             return None;
         }
@@ -105,7 +116,7 @@ impl OnDemand {
             let digest = NameDigest::of(name.as_bytes());
             if state.newest(self.cache.pid(), Type::ENDPOINTS, digest).is_none() {
                 if self.subscribed.insert(digest) {
-                    self.subscribe(ENDPOINTS, name, false);
+                    unknown.endpoints.push(name.clone());
                 }
                 return Some(Need::Endpoints(digest));
             }
@@ -114,7 +125,7 @@ impl OnDemand {
             let digest = NameDigest::of(name.as_bytes());
             if !self.secrets.contains(&digest) {
                 if self.awaited_secrets.insert(digest, name.clone()).is_none() {
-                    self.subscribe(SECRET, name, false);
+                    unknown.secrets.push(name.clone());
                 }
                 return Some(Need::Secret(digest));
             }

@@ -161,6 +161,14 @@ impl Stream {
         responses.remove(0)
     }
 
+    /// Returns the only response with clusters that Envoy has got.
+    fn clusters(&mut self) -> DeltaDiscoveryResponse {
+        let mut responses = self.take_for_envoy();
+        responses.retain(|it| it.type_url == CLUSTER);
+        assert_eq!(responses.len(), 1, "{responses:?}");
+        responses.remove(0)
+    }
+
     /// Returns what istiod has got.
     fn take_for_istiod(&mut self) -> Vec<DeltaDiscoveryRequest> {
         messages(self.state.to_istiod.drain(..).collect::<Vec<_>>().concat().into())
@@ -181,7 +189,7 @@ impl Stream {
     fn load(&mut self, name: &str) -> DeltaDiscoveryResponse {
         self.ask(CLUSTER, &[name]);
         self.istiod(ENDPOINTS, &format!("e-{name}"), &[no_endpoints(name)], &[]);
-        let response = self.one();
+        let response = self.clusters();
         self.answer(CLUSTER, &response.nonce, None);
         self.ask(ENDPOINTS, &[name]);
         self.ack_all(ENDPOINTS);
@@ -474,4 +482,42 @@ async fn the_first_listeners_follow_the_endpoints_of_clusters_that_they_name() {
             assert_eq!(names(&stream.one()), ["inbound"]);
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn clusters_that_are_created_again_come_at_once_and_stay_while_others_follow() {
+    let (a, b) = (eds(A), eds(B));
+    let mut stream = Stream::ready(&[a.clone(), b.clone()]);
+    stream.load(A);
+    stream.load(B);
+    // Envoy does not answer the removal of endpoints before they come again.
+    stream.istiod(CLUSTER, "c2", &[], &[A, B]);
+    stream.ack_all(CLUSTER);
+    stream.envoy(ENDPOINTS, |it| {
+        it.resource_names_unsubscribe = [A, B].map(ToOwned::to_owned).into();
+    });
+    stream.istiod(ENDPOINTS, "e2", &[], &[A, B]);
+    stream.take_for_envoy();
+    stream.take_for_istiod();
+    stream.istiod(CLUSTER, "c3", &[of_cluster(&a), of_cluster(&b)], &[]);
+    let requests = stream.take_for_istiod();
+    let asked = requests.iter().find(|it| it.type_url == ENDPOINTS).unwrap();
+    assert_eq!(asked.resource_names_subscribe, [A, B]);
+    stream.istiod(ENDPOINTS, "e3", &[no_endpoints(A), no_endpoints(B)], &[]);
+    assert_eq!(stream.clusters().resources.len(), 2);
+    // Envoy answers these later: other clusters follow, and it loads one after the other.
+    let other = "outbound|80||c.shop";
+    advance(Duration::from_millis(900)).await;
+    stream.istiod(CLUSTER, "c4", &[of_cluster(&eds(other))], &[]);
+    stream.ask(CLUSTER, &[other]);
+    stream.istiod(ENDPOINTS, "e4", &[no_endpoints(other)], &[]);
+    assert_eq!(names(&stream.clusters()), [other]);
+    advance(Duration::from_millis(900)).await;
+    stream.due();
+    assert!(stream.take_for_envoy().is_empty());
+    // If no more follow, all are checked.
+    advance(Duration::from_millis(101)).await;
+    stream.due();
+    let endpoints = stream.one();
+    assert_eq!((&*endpoints.type_url, endpoints.resources.len()), (ENDPOINTS, 3));
 }

@@ -117,7 +117,7 @@ fn outward(mut listener: Value) -> Value {
     listener
 }
 
-fn tcp_listener(name: &str, port: u16, cluster: &str) -> Value {
+pub(super) fn tcp_listener(name: &str, port: u16, cluster: &str) -> Value {
     json!({
         "@type": "type.googleapis.com/envoy.config.listener.v3.Listener",
         "name": name,

@@ -2,7 +2,8 @@
 //!
 //! Two pods have the same resources and the same backends. Each kind of request has its own listener, route table and
 //! two services, so its first request is the first use of these services. The client's view and Envoy's access log must
-//! be equal in both pods, except for the differences in [`EXPECTED`].
+//! be equal in both pods, except for the differences in [`EXPECTED`]. Envoy's listeners get the connections directly, or
+//! as in a pod: redirected to one listener, which hands them over by their original destination.
 
 mod cases;
 mod resources;
@@ -21,9 +22,10 @@ use tokio::time::timeout;
 use self::cases::cases;
 use self::resources::{Case, END, LISTENER_REPLACED, ROUTES_REPLACED, resources, service};
 use self::traffic::{Client, PAUSE, serve_http, serve_tcp, serve_upgrade};
-use super::on_demand::{ON, loaded};
+use super::on_demand::{ON, loaded, tcp_listener};
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::Backend;
+use crate::support::namespace;
 use crate::support::pod::{Pod, Settings, ask};
 use crate::support::programs::envoy_binary;
 use crate::support::{eventually, free_port};
@@ -97,13 +99,22 @@ struct World {
 }
 
 impl World {
-    async fn start(mode: &str, cases: &[Case], ports: [u16; 2]) -> Option<Self> {
+    async fn start(
+        mode: &str,
+        cases: &[Case],
+        ports: [u16; 2],
+        is_redirected: bool,
+    ) -> Option<Self> {
         let binary = envoy_binary()?;
         let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
         let log = folder.path().join("access.log");
-        let resources: Vec<_> = (0..cases.len())
+        let mut resources: Vec<_> = (0..cases.len())
             .map(|it| resources(&cases[it], address(port, it), log.to_str().unwrap(), ports))
             .collect();
+        if is_redirected {
+            resources.iter_mut().for_each(|it| it[0]["bind_to_port"] = json!(false));
+            resources.push(vec![redirect(port)]);
+        }
         let control_plane = ControlPlane::of(&resources.concat()).await;
         let settings = Settings { envoy: Some(&binary), environment: &[(ON.0, mode)] };
         let pod = Pod::serving(settings, &control_plane).await;
@@ -169,6 +180,20 @@ impl World {
     }
 }
 
+/// Redirects connections to the addresses of all cases with this port. Returns the listener that hands them over.
+fn redirect(port: u16) -> Value {
+    let (of_cases, virtual_port) = (port.to_string(), free_port());
+    let rule = "-t nat -A OUTPUT -p tcp -d 127.7.0.0/16 --dport";
+    let target = ["-j", "REDIRECT", "--to-ports", &virtual_port.to_string()];
+    namespace::run(
+        "iptables",
+        &[&rule.split(' ').collect::<Vec<_>>(), &[&*of_cases][..], &target].concat(),
+    );
+    let mut listener = tcp_listener("virtualOutbound", virtual_port, "PassthroughCluster");
+    listener["use_original_dst"] = json!(true);
+    listener
+}
+
 /// Returns the address of a case's listener.
 fn address(port: u16, number: usize) -> SocketAddr {
     ([127, 7, 0, u8::try_from(number + 1).unwrap()], port).into()
@@ -176,13 +201,26 @@ fn address(port: u16, number: usize) -> SocketAddr {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_have_the_same_results_with_the_mode_on_and_off() {
+    compare(false).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn redirected_requests_have_the_same_results_with_the_mode_on_and_off() {
+    if namespace::is_inside(
+        "on_demand_matrix::redirected_requests_have_the_same_results_with_the_mode_on_and_off",
+    ) {
+        compare(true).await;
+    }
+}
+
+async fn compare(is_redirected: bool) {
     let (a, b) = (Backend::serving(serve_http).await, Backend::serving(serve_http).await);
     let stream = Backend::serving(serve_tcp).await;
     let upgrade = Backend::serving(serve_upgrade).await;
     let cases = cases([a.port, b.port, stream.port, upgrade.port, free_port()]);
     let ports = [a.port, b.port];
-    let Some(off) = World::start("false", &cases, ports).await else { return };
-    let Some(on) = World::start("true", &cases, ports).await else { return };
+    let Some(off) = World::start("false", &cases, ports, is_redirected).await else { return };
+    let Some(on) = World::start("true", &cases, ports, is_redirected).await else { return };
     let pinned: BTreeSet<_> = PINNED.iter().map(|(case, number)| service(case, number)).collect();
     // Clusters that routes name follow the routes.
     eventually("the pinned clusters", async || (loaded(&on.pod).await == pinned).then_some(()))
