@@ -111,7 +111,8 @@ def configuration_flows(world, client):
     """Creates a service, checks that a client soon knows it, and deletes it."""
     name = f"new-{time.time_ns()}"
     world.apply(service(name, 80))
-    world.until("a new service is known", lambda: name in world.admin(f"deploy/{client}", "clusters"))
+    world.until("a new service is known", lambda: name in world.admin(
+        f"deploy/{client}", "config_dump?resource=dynamic_route_configs"))
     world.kubectl("delete", f"service/{name}")
 
 
@@ -316,12 +317,13 @@ def identity(world, account="default"):
 
 
 def expect_healthy(world, target, agent):
-    """Checks that the doctor has no finding in a pod that serves."""
+    """Checks that the doctor has no finding in a pod that serves, except that it cannot have clusters on demand if the whole
+    suite has them."""
     if agent != OURS:
         return
     report = json.loads(world.exec(target, "pilot-agent", "doctor", "--json", container="istio-proxy", fails=True))
     checks = [check for group in report["groups"] for check in group["checks"] if check["level"] in ("warning", "error")]
-    expect(f"findings of the doctor in {target}", [], checks)
+    expect(f"findings of the doctor in {target}", [], [check for check in checks if check.get("code") != "ON_DEMAND_OFF"])
 
 
 @case(3)
@@ -950,6 +952,8 @@ OWN = re.compile(r"\b[0-9a-f]{32}\b|\d{4}-\d\d-\d\dT\S+|\(RDS .*\)|unknown|\b1\.
 
 @case(10)
 def istioctl_works_and_says_the_same_of_both_agents(world):
+    if any(one.startswith("ISTIO_AGENT_ON_DEMAND_CLUSTERS") for one in getattr(world.cluster, "variables", ())):
+        raise Skipped("with clusters on demand, Envoy has fewer clusters than istiod")
     pods = [world.pods(client)[0] for client in CLIENTS]
     # With this plugin Envoy has an extension configuration. The plugin has no module, so requests pass without it.
     world.apply(resource("extensions.istio.io/v1alpha1", "WasmPlugin", "none", url="http://127.0.0.1:1/none",
@@ -1073,8 +1077,9 @@ def the_sidecar_that_scope_prints_is_applied_as_it_is_and_no_request_fails(world
     shop(world, "left", OURS)
     address = world.get("pod", "-l", "app=left")["items"][0]["status"]["podIP"]
     hosts(world, address)
-    pods = [world.deploy(f"scoped-{one}", OURS, annotations=config(ISTIO_META_DNS_CAPTURE="true"), labels={"team": "scoped"})
-            for one in "ab"]
+    # The number of clusters says what has been sent.
+    variables = {"ISTIO_META_DNS_CAPTURE": "true", "ISTIO_AGENT_ON_DEMAND_CLUSTERS": "false"}
+    pods = [world.deploy(f"scoped-{one}", OURS, annotations=config(**variables), labels={"team": "scoped"}) for one in "ab"]
     world.rolled_out(*pods)
     for pod in pods:
         world.until("all hosts are known", lambda: clusters(world, pod) > HOSTS)

@@ -1,13 +1,18 @@
-"""Cases of pods whose Envoy gets clusters when they are first used."""
+"""Cases of pods whose Envoy gets clusters when they are first used. The variable CHAOS_SECONDS is the length of the case
+in which the mesh changes all the time."""
 
 import concurrent.futures
 import contextlib
 import json
+import os
+import pathlib
+import re
 import subprocess
 import sys
 import time
 
 from cases import case, config, resource, shop
+from compare import private
 from standby import NATIVE, PAIR, STANDBY, hand_over, image, page, settings
 from world import OURS, Failed, Load, expect
 
@@ -74,9 +79,13 @@ def first_requests(world, name, names):
     return load.told[name]["sent"]
 
 
-def sent_clusters(world, name):
+def on_demand(world, name):
     return json.loads(world.exec(f"deploy/{name}", "pilot-agent", "request", "--debug-port=15020", "GET", "debug/xdsz",
-                                 container="istio-proxy"))["on_demand"]["sent"]
+                                 container="istio-proxy"))["on_demand"]
+
+
+def sent_clusters(world, name):
+    return on_demand(world, name)["sent"]
 
 
 @contextlib.contextmanager
@@ -113,6 +122,14 @@ def a_thousand_first_requests_under_strict_mutual_tls_leave_encrypted(world):
     expect("other destinations", set(), {(address, port) for address, port, _ in connections
                                          if address != server and port not in (15010, 15012, 53)})
     expect("clusters that the requests have loaded", len(names), sent_clusters(world, "encrypting") - before)
+    # Envoy does not ask again for clusters that are created again.
+    world.kubectl("delete", "serviceentry", "--all")
+    world.until("the clusters are gone", lambda: sent_clusters(world, "encrypting") <= before)
+    hosts(world, "encrypted", 1000, "encrypted")
+    world.until("the clusters are back", lambda: sent_clusters(world, "encrypting") == before + len(names))
+    sent += sum(first_requests(world, "encrypting", names[first:first + AT_ONCE]) for first in range(0, len(names), AT_ONCE))
+    expect("clusters that Envoy did not load", None, re.search("ON_DEMAND_CLUSTER_WARMS", world.kubectl(
+        "logs", "deploy/encrypting", "-c", "istio-proxy")))
     forget(world, "encrypted", "encrypting")
     return f"{sent} requests to {len(names)} hosts over {len(to_server)} connections, none failed"
 
@@ -170,6 +187,38 @@ def used_services_are_served_while_istiod_is_away(world):
     load.expect_none_failed()
     forget(world, "kept", "keeping")
     return f"{sent} requests, none failed"
+
+
+@case(14, own=True)
+def first_requests_succeed_while_the_mesh_changes_and_cpu_time_is_short(world):
+    shop(world, "changing", OURS)
+    limit = {"sidecar.istio.io/proxyCPU": "10m", "sidecar.istio.io/proxyCPULimit": "100m"}
+    client(world, "limited", "changing", annotations=config(**ON) | limit)
+    pod = world.pods("limited")[0]
+    agent = world.process(pod, "pilot-agent")
+    lasts = time.monotonic() + int(os.environ.get("CHAOS_SECONDS", "60"))
+    sent, rounds, memory = 0, 0, []
+    while time.monotonic() < lasts or rounds < 2:
+        rounds += 1
+        names = hosts(world, f"round-{rounds}", 20, "changing")
+        # Changes of all clusters, and of a route.
+        world.apply(resource("networking.istio.io/v1", "DestinationRule", "all", host="*.test", trafficPolicy={
+            "connectionPool": {"tcp": {"connectTimeout": f"{5 + rounds % 5}s"}}}))
+        world.apply(resource("networking.istio.io/v1", "VirtualService", "one", hosts=[names[0]], http=[
+            {"route": [{"destination": {"host": names[1]}}], "timeout": f"{30 + rounds}s"}]))
+        world.until("the hosts are known", lambda: names[-1] in world.admin(
+            pod, "config_dump?resource=dynamic_route_configs"))
+        if rounds % 4 == 0:
+            world.kubectl("delete", "-n", "istio-system", "pod", "-l", "app=istiod", "--wait=false")
+            world.rolled_out_istiod()
+        sent += first_requests(world, "limited", names)
+        world.kubectl("delete", "serviceentry", f"round-{rounds - 2}-0", fails=True)
+        memory.append(private(pathlib.Path(f"/proc/{agent}")))
+    state = on_demand(world, "limited")
+    expect("clusters that are held or withdrawn", {0}, set(state["held"].values()))
+    world.kubectl("delete", "destinationrule,virtualservice", "--all")
+    forget(world, "changing", "limited")
+    return f"{sent} requests in {rounds} rounds, none failed; the agent's private memory {memory[1]:.1f} to {memory[-1]:.1f} MB"
 
 
 def forget(world, *names):

@@ -165,7 +165,8 @@ impl OnDemand {
             return self.repeat_absent_at;
         }
         let open = self.open.values().map(|(_, since)| later(*since, ENDPOINTS_LIMIT));
-        let late = self.last_sent().map(|it| later(it, ANSWER_LIMIT));
+        let late = self.last_sent().filter(|_| self.open.is_empty());
+        let late = late.map(|it| later(it, ANSWER_LIMIT));
         let retries = self.held.values().filter_map(|need| match need {
             Need::Time(at) => Some(*at),
             _ => None,
@@ -185,8 +186,10 @@ impl OnDemand {
         if !open.is_empty() {
             self.observer.metrics.on_demand.timeouts.with(["endpoints"]).add(open.len() as u64);
             self.send_no_endpoints(&open);
+            // Their clusters have waited for these until now.
+            self.answers.iter_mut().for_each(|it| it.sent = now);
         }
-        if self.last_sent().is_some_and(|it| overdue(it, ANSWER_LIMIT)) {
+        if self.open.is_empty() && self.last_sent().is_some_and(|it| overdue(it, ANSWER_LIMIT)) {
             self.check_answers();
         }
         let is_due = |need: &Need| matches!(need, Need::Time(at) if *at <= now);

@@ -1,21 +1,35 @@
 //! Reads what a cluster waits for before Envoy can use it: endpoints, DNS, or secrets.
 //!
-//! Only the fields in the structs below are decoded, because a push may have thousands of clusters. Field numbers are
-//! from `envoy/config/cluster/v3/cluster.proto` and the files that it imports.
+//! Only these fields are read, because a push may have thousands of clusters. Field numbers are from
+//! `envoy/config/cluster/v3/cluster.proto` and the files that it imports.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use envoy_types::pb::envoy::config::cluster::v3::cluster::DiscoveryType;
-use prost::{DecodeError, Message};
+use super::listener::{Message, TYPE_URL, VALUE, text};
+use crate::xds::wire::Malformed;
 
 /// The names under which Envoy registers its cluster implementations. A custom cluster type has one of them, too.
-const EDS: &str = "envoy.cluster.eds";
-const DNS: &str = "envoy.cluster.dns";
-const STRICT_DNS: &str = "envoy.cluster.strict_dns";
-const LOGICAL_DNS: &str = "envoy.cluster.logical_dns";
+const EDS: &[u8] = b"envoy.cluster.eds";
+const DNS: &[u8] = b"envoy.cluster.dns";
+const STRICT_DNS: &[u8] = b"envoy.cluster.strict_dns";
+const LOGICAL_DNS: &[u8] = b"envoy.cluster.logical_dns";
 
 /// The end of the type URL of a client's TLS settings.
-const UPSTREAM_TLS: &str = "/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext";
+const UPSTREAM_TLS: &[u8] = b"/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext";
+
+// Field numbers of a cluster.
+const NAME: u32 = 1;
+const TYPE: u32 = 2;
+const EDS_CLUSTER_CONFIG: u32 = 3;
+const TRANSPORT_SOCKET: u32 = 24;
+const LOAD_ASSIGNMENT: u32 = 33;
+const CLUSTER_TYPE: u32 = 38;
+const TRANSPORT_SOCKET_MATCHES: u32 = 43;
+// Of a transport socket.
+const TYPED_CONFIG: u32 = 3;
+// Of a `ConfigSource`.
+const ADS: u32 = 3;
 
 /// What the agent has to know of a cluster before it gives the cluster to Envoy.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,195 +53,64 @@ pub(super) enum Discovery {
 
 impl ClusterFacts {
     /// Reads an encoded `envoy.config.cluster.v3.Cluster`.
-    pub(super) fn read(cluster: &[u8]) -> Result<Self, DecodeError> {
-        let mut cluster = Cluster::decode(cluster)?;
-        Ok(Self { secrets: cluster.secrets()?, discovery: cluster.discovery() })
+    pub(super) fn read(cluster: &[u8]) -> Result<Self, Malformed> {
+        let cluster = Message::of(cluster)?;
+        Ok(Self { discovery: discovery(&cluster)?, secrets: secrets(&cluster)? })
     }
 }
 
-impl Cluster {
-    fn discovery(self) -> Discovery {
-        let kind = match (&self.cluster_type, self.r#type()) {
-            (Some(custom), _) => &*custom.name,
-            (None, DiscoveryType::Eds) => EDS,
-            (None, DiscoveryType::StrictDns) => STRICT_DNS,
-            (None, DiscoveryType::LogicalDns) => LOGICAL_DNS,
-            (None, DiscoveryType::Static | DiscoveryType::OriginalDst) => return Discovery::Other,
-        };
-        match (kind, self.eds_cluster_config) {
-            (EDS, Some(EdsClusterConfig { eds_config: Some(source), service_name }))
-                if source.ads.is_some() =>
-            {
-                let has_name = !service_name.is_empty();
-                Discovery::Endpoints(if has_name { service_name } else { self.name })
+fn discovery(cluster: &Message) -> Result<Discovery, Malformed> {
+    let kind = match (cluster.values(&[CLUSTER_TYPE, 1])?.last(), cluster.varint(TYPE)) {
+        (Some(custom), _) => custom,
+        (None, Some(3)) => EDS,
+        (None, Some(1 | 2)) => DNS,
+        (None, _) => return Ok(Discovery::Other),
+    };
+    match kind {
+        EDS if !cluster.values(&[EDS_CLUSTER_CONFIG, 1, ADS])?.is_empty() => {
+            let service = cluster.values(&[EDS_CLUSTER_CONFIG, 2])?.pop();
+            let name = service.filter(|it| !it.is_empty()).or(cluster.values(&[NAME])?.pop());
+            Ok(Discovery::Endpoints(text(name.unwrap_or_default())?))
+        }
+        DNS | STRICT_DNS | LOGICAL_DNS => {
+            // endpoints, lb_endpoints, endpoint, address, socket_address and its address.
+            let hosts = cluster.values(&[LOAD_ASSIGNMENT, 2, 2, 1, 1, 1, 2])?;
+            let mut hosts = sorted(hosts)?;
+            hosts.retain(|it| it.parse::<IpAddr>().is_err());
+            Ok(Discovery::Dns(hosts))
+        }
+        _ => Ok(Discovery::Other),
+    }
+}
+
+/// Returns the names of the secrets that come over ADS.
+fn secrets(cluster: &Message) -> Result<Vec<String>, Malformed> {
+    let mut names = Vec::new();
+    let of_matches = cluster.values(&[TRANSPORT_SOCKET_MATCHES, 3, TYPED_CONFIG])?;
+    let configs = cluster.values(&[TRANSPORT_SOCKET, TYPED_CONFIG])?.into_iter().chain(of_matches);
+    for config in configs {
+        let config = Message::of(config)?;
+        if !config.values(&[TYPE_URL])?.last().is_some_and(|it| it.ends_with(UPSTREAM_TLS)) {
+            continue;
+        }
+        // In common_tls_context: certificates, the validation context, and that of combined_validation_context.
+        for path in [&[6][..], &[7], &[8, 2]] {
+            for secret in config.values(&[&[VALUE, 1], path].concat())? {
+                let secret = Message::of(secret)?;
+                if !secret.values(&[2, ADS])?.is_empty() {
+                    names.append(&mut secret.values(&[1])?);
+                }
             }
-            (DNS | STRICT_DNS | LOGICAL_DNS, _) => {
-                Discovery::Dns(self.load_assignment.map_or(Vec::new(), LoadAssignment::host_names))
-            }
-            _ => Discovery::Other,
         }
     }
-
-    /// Takes the names of the secrets that come over ADS.
-    fn secrets(&mut self) -> Result<Vec<String>, DecodeError> {
-        let matches = self.transport_socket_matches.drain(..);
-        let sockets =
-            matches.filter_map(|it| it.transport_socket).chain(self.transport_socket.take());
-        let mut names = Vec::new();
-        for config in sockets.filter_map(|it| it.typed_config) {
-            if !config.type_url.ends_with(UPSTREAM_TLS) {
-                continue;
-            }
-            let tls = UpstreamTls::decode(&*config.value)?.common_tls_context.unwrap_or_default();
-            let combined = tls.combined_validation_context.and_then(|it| it.secret);
-            let secrets =
-                tls.certificates.into_iter().chain(tls.validation_context).chain(combined);
-            let over_ads =
-                secrets.filter(|it| it.sds_config.as_ref().is_some_and(|it| it.ads.is_some()));
-            names.extend(over_ads.map(|it| it.name));
-        }
-        Ok(sorted(names))
-    }
+    sorted(names)
 }
 
-impl LoadAssignment {
-    fn host_names(self) -> Vec<String> {
-        let endpoints = self.endpoints.into_iter().flat_map(|it| it.lb_endpoints);
-        let addresses = endpoints.filter_map(|it| it.endpoint?.address?.socket_address);
-        sorted(addresses.map(|it| it.address).filter(|it| it.parse::<IpAddr>().is_err()).collect())
-    }
-}
-
-/// Sorts names and removes those that are empty or occur twice.
-fn sorted(mut names: Vec<String>) -> Vec<String> {
-    names.retain(|name| !name.is_empty());
-    names.sort_unstable();
-    names.dedup();
-    names
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Cluster {
-    #[prost(string, tag = "1")]
-    name: String,
-    #[prost(enumeration = "DiscoveryType", tag = "2")]
-    r#type: i32,
-    #[prost(message, optional, tag = "3")]
-    eds_cluster_config: Option<EdsClusterConfig>,
-    #[prost(message, optional, tag = "24")]
-    transport_socket: Option<TransportSocket>,
-    #[prost(message, optional, tag = "33")]
-    load_assignment: Option<LoadAssignment>,
-    #[prost(message, optional, tag = "38")]
-    cluster_type: Option<CustomClusterType>,
-    #[prost(message, repeated, tag = "43")]
-    transport_socket_matches: Vec<TransportSocketMatch>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct CustomClusterType {
-    #[prost(string, tag = "1")]
-    name: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct EdsClusterConfig {
-    #[prost(message, optional, tag = "1")]
-    eds_config: Option<ConfigSource>,
-    #[prost(string, tag = "2")]
-    service_name: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ConfigSource {
-    #[prost(message, optional, tag = "3")]
-    ads: Option<()>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct LoadAssignment {
-    #[prost(message, repeated, tag = "2")]
-    endpoints: Vec<LocalityEndpoints>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct LocalityEndpoints {
-    #[prost(message, repeated, tag = "2")]
-    lb_endpoints: Vec<LbEndpoint>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct LbEndpoint {
-    #[prost(message, optional, tag = "1")]
-    endpoint: Option<Endpoint>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Endpoint {
-    #[prost(message, optional, tag = "1")]
-    address: Option<Address>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Address {
-    #[prost(message, optional, tag = "1")]
-    socket_address: Option<SocketAddress>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct SocketAddress {
-    #[prost(string, tag = "2")]
-    address: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct TransportSocketMatch {
-    #[prost(message, optional, tag = "3")]
-    transport_socket: Option<TransportSocket>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct TransportSocket {
-    #[prost(message, optional, tag = "3")]
-    typed_config: Option<Any>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Any {
-    #[prost(string, tag = "1")]
-    type_url: String,
-    #[prost(bytes = "vec", tag = "2")]
-    value: Vec<u8>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct UpstreamTls {
-    #[prost(message, optional, tag = "1")]
-    common_tls_context: Option<CommonTls>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct CommonTls {
-    #[prost(message, repeated, tag = "6")]
-    certificates: Vec<SdsSecret>,
-    #[prost(message, optional, tag = "7")]
-    validation_context: Option<SdsSecret>,
-    #[prost(message, optional, tag = "8")]
-    combined_validation_context: Option<CombinedValidation>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct CombinedValidation {
-    #[prost(message, optional, tag = "2")]
-    secret: Option<SdsSecret>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct SdsSecret {
-    #[prost(string, tag = "1")]
-    name: String,
-    #[prost(message, optional, tag = "2")]
-    sds_config: Option<ConfigSource>,
+/// Sorts names, and removes those that are empty or occur twice.
+fn sorted(names: Vec<&[u8]>) -> Result<Vec<String>, Malformed> {
+    let names = names.into_iter().filter(|it| !it.is_empty()).map(text);
+    let names = names.collect::<Result<BTreeSet<_>, _>>()?;
+    Ok(names.into_iter().collect())
 }
 
 #[cfg(test)]
@@ -239,8 +122,9 @@ mod tests {
     use envoy_types::pb::envoy::config::endpoint::v3 as endpoint;
     use envoy_types::pb::envoy::extensions::transport_sockets::tls::v3 as tls;
     use envoy_types::pb::google::protobuf;
-    use pb::cluster::ClusterDiscoveryType;
+    use pb::cluster::{ClusterDiscoveryType, DiscoveryType};
     use proptest::prelude::*;
+    use prost::Message as _;
     use tls::common_tls_context::{CombinedCertificateValidationContext, ValidationContextType};
 
     use super::*;

@@ -64,8 +64,8 @@ const RESOURCES: u32 = 2;
 const RESOURCE: u32 = 2;
 const RESOURCE_NAME: u32 = 3;
 // Of `Any`.
-const TYPE_URL: u32 = 1;
-const VALUE: u32 = 2;
+pub(super) const TYPE_URL: u32 = 1;
+pub(super) const VALUE: u32 = 2;
 // Of a listener.
 const TRAFFIC_DIRECTION: u32 = 16;
 // Of network filters and HTTP filters.
@@ -132,7 +132,7 @@ pub(super) fn rewrite(
     is_plain: impl Fn(&str) -> bool,
 ) -> Result<Rewritten, Malformed> {
     let mut rewriter = Rewriter { response: message, ..Default::default() };
-    let response = Message::read(message, 0..message.len())?;
+    let response = Message::of(message)?;
     let listeners = response.all(RESOURCES).map(|field| rewriter.rewrite(field, &is_plain));
     let listeners = listeners.collect::<Result<_, _>>()?;
     Ok(Rewritten { message: rewriter.finish().unwrap_or_else(|| message.clone()), listeners })
@@ -208,13 +208,17 @@ struct Field {
 }
 
 /// The fields of a message in their order.
-struct Message<'a> {
+pub(super) struct Message<'a> {
     response: &'a [u8],
     end: usize,
     fields: Vec<Field>,
 }
 
 impl<'a> Message<'a> {
+    pub(super) fn of(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        Self::read(bytes, 0..bytes.len())
+    }
+
     /// Reads the message that is at `range` of the response.
     fn read(response: &'a [u8], Range { start, end }: Range<usize>) -> Result<Self, Malformed> {
         let (mut rest, mut fields) = (&response[start..end], Vec::new());
@@ -264,8 +268,22 @@ impl<'a> Message<'a> {
         Ok(field.map_or(&[], |field| &self.response[field.value.clone()]))
     }
 
+    /// Returns the values of the length-delimited fields at a path of field numbers.
+    pub(super) fn values(&self, path: &[u32]) -> Result<Vec<&'a [u8]>, Malformed> {
+        let mut values = Vec::new();
+        if let Some((number, inner)) = path.split_first() {
+            for value in self.all(*number).map(|field| &self.response[field.value.clone()]) {
+                match inner {
+                    [] => values.push(value),
+                    _ => values.append(&mut Message::of(value)?.values(inner)?),
+                }
+            }
+        }
+        Ok(values)
+    }
+
     /// Returns the number in the last varint field with this number.
-    fn varint(&self, number: u32) -> Option<u64> {
+    pub(super) fn varint(&self, number: u32) -> Option<u64> {
         let is_varint = |field: &&Field| field.wire_type == WireType::Varint;
         let mut fields = self.fields.iter().rev().filter(is_varint);
         let field = fields.find(|field| field.number == number)?;
@@ -484,7 +502,7 @@ fn typed_config<'a>(filter: &'a Message) -> Result<Option<&'a Field>, Malformed>
     Ok(filter.single(TYPED_CONFIG)?.filter(|_| discovery.is_none()))
 }
 
-fn text(bytes: &[u8]) -> Result<String, Malformed> {
+pub(super) fn text(bytes: &[u8]) -> Result<String, Malformed> {
     str::from_utf8(bytes).map(str::to_owned).map_err(|_| Malformed("a string not UTF-8"))
 }
 

@@ -699,6 +699,8 @@ impl OnDemand {
         let mut stored = Vec::new();
         let cache = self.cache.clone();
         let mut state = cache.lock();
+        // The ledger also has endpoints that Envoy has not asked for yet. They stay when Envoy has answered the first ones.
+        state.view(cache.pid()).of(Type::ENDPOINTS).awaits_first = false;
         for name in &subscription.names {
             let digest = NameDigest::of(name);
             self.subscribed.insert(digest);

@@ -521,3 +521,37 @@ async fn clusters_that_are_created_again_come_at_once_and_stay_while_others_foll
     let endpoints = stream.one();
     assert_eq!((&*endpoints.type_url, endpoints.resources.len()), (ENDPOINTS, 3));
 }
+
+#[tokio::test(start_paused = true)]
+async fn endpoints_stay_while_envoy_has_asked_for_others_only() {
+    let mut stream = Stream::ready(&[eds(A), eds(B)]);
+    stream.ask(CLUSTER, &[A, B]);
+    stream.istiod(ENDPOINTS, "e1", &[no_endpoints(A), no_endpoints(B)], &[]);
+    assert_eq!(stream.one().resources.len(), 2);
+    for name in [A, B] {
+        stream.ask(ENDPOINTS, &[name]);
+        let endpoints = stream.one();
+        assert_eq!((&*endpoints.type_url, names(&endpoints)), (ENDPOINTS, vec![name]));
+        stream.answer(ENDPOINTS, &endpoints.nonce, None);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn clusters_whose_endpoints_envoy_asks_for_are_not_late() {
+    let mut stream = Stream::ready(&[eds(A)]);
+    stream.ask(CLUSTER, &[A]);
+    stream.istiod(ENDPOINTS, "e1", &[no_endpoints(A)], &[]);
+    stream.one();
+    advance(Duration::from_millis(500)).await;
+    stream.ask(ENDPOINTS, &[B]);
+    stream.take_for_envoy();
+    advance(Duration::from_millis(501)).await;
+    stream.due();
+    assert!(stream.take_for_envoy().is_empty());
+    advance(Duration::from_millis(500)).await;
+    stream.due();
+    assert_eq!(names(&stream.one()), [B]);
+    advance(Duration::from_millis(1001)).await;
+    stream.due();
+    assert_eq!(names(&stream.one()), [A]);
+}

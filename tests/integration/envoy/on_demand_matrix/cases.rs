@@ -290,9 +290,14 @@ pub(super) fn cases([a, b, stream, upgrade, refused]: [u16; 5]) -> Vec<Case> {
             "max pending",
             "503",
             limits(json!({ "max_connections": 1, "max_pending_requests": 1 })),
-            at_once(3, get("/slow", "")),
+            at_once(3, get("/slower", "")),
         ),
-        ("max requests", "503", limits(json!({ "max_requests": 1 })), at_once(3, get("/slow", ""))),
+        (
+            "max requests",
+            "503",
+            limits(json!({ "max_requests": 1 })),
+            at_once(3, get("/slower", "")),
+        ),
         (
             "max requests per connection",
             "/second",

@@ -157,7 +157,7 @@ impl World {
         let [listener, routes] = [LISTENER_REPLACED, ROUTES_REPLACED].map(replaced);
         let dead = self.control_plane.kill().await;
         let clients = [listener, routes].map(|it| cases[it].3(address(self.port, it)));
-        let mut waiting = Box::pin(timeout(LIMIT, join_all(clients)));
+        let mut waiting = Box::pin(timeout(LIMIT * 3, join_all(clients)));
         let early = timeout(PAUSE * 2, &mut waiting).await;
         let manager = &mut self.resources[listener][0]["filter_chains"][0]["filters"][0];
         manager["typed_config"]["server_name"] = json!("replaced");

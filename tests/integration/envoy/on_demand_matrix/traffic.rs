@@ -87,6 +87,8 @@ pub(super) async fn answer(
     match request.uri().path().rsplit('/').next().unwrap_or_default() {
         "hang" => std::future::pending().await,
         "slow" => sleep(PAUSE * 3).await,
+        // Requests that are sent at once overlap, also on a busy machine.
+        "slower" => sleep(PAUSE * 14).await,
         "deny" => response = response.status(403),
         "fail-first" if is_first => response = response.status(503),
         "reset-first" if is_first => return Err(std::io::Error::other("reset")),
