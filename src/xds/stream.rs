@@ -279,7 +279,7 @@ impl StreamState {
         }
         if let Some(on_demand) = &mut self.on_demand {
             self.to_client.extend(on_demand.to_envoy.drain(..));
-            if let Some((received, message)) = on_demand.take_first_listeners() {
+            while let Some((received, message)) = on_demand.take_listeners() {
                 self.recorder.record_message(&received, &message, false);
                 self.to_client.push_back(frame(&message));
             }

@@ -171,7 +171,7 @@ impl OnDemand {
             Need::Time(at) => Some(*at),
             _ => None,
         });
-        let listeners = self.first_listeners.as_ref().map(|it| it.until);
+        let listeners = self.waiting_listeners.front().map(|it| it.until);
         open.chain(late).chain(retries).chain(self.repeat_absent_at).chain(listeners).min()
     }
 

@@ -21,9 +21,9 @@ use crate::xds::{LISTENER, ROUTES, SECRET};
 /// The time for which the first listeners wait for clusters.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// Envoy's first listeners. They wait for the endpoints of clusters that they name: the first requests may need these
+/// A response with Envoy's first listeners, or one that follows it. They wait for the endpoints of clusters that they name: the first requests may need these
 /// clusters, and Envoy does not wait for them as for the clusters that precede its listeners.
-pub(super) struct FirstListeners {
+pub(super) struct WaitingListeners {
     received: Received,
     message: Bytes,
     pub(super) until: Instant,
@@ -73,22 +73,25 @@ impl OnDemand {
             self.rewritten.push_back(Rewritten { nonce, version, listeners });
         }
         let is_first = !std::mem::replace(&mut self.is_ready, true);
-        if is_first {
-            self.first_listeners = Some(FirstListeners {
+        let waits = is_first || !self.waiting_listeners.is_empty();
+        if waits {
+            self.waiting_listeners.push_back(WaitingListeners {
                 received: received.clone(),
                 message: rewritten.message.clone(),
                 until: after(WAIT),
             });
         }
         self.offer_mentioned(&mut state);
-        Ok((!is_first).then_some(rewritten.message))
+        Ok((!waits).then_some(rewritten.message))
     }
 
-    /// Returns the first listeners when they no longer wait. They follow what is in `to_envoy`.
-    pub(in crate::xds) fn take_first_listeners(&mut self) -> Option<(Received, Bytes)> {
+    /// Returns listeners that no longer wait. They follow what is in `to_envoy`.
+    pub(in crate::xds) fn take_listeners(&mut self) -> Option<(Received, Bytes)> {
         let is_waiting = self.held.values().any(|need| matches!(need, Need::Endpoints(_)));
-        let listeners =
-            self.first_listeners.take_if(|it| !is_waiting || it.until <= Instant::now())?;
+        if is_waiting && self.waiting_listeners.front()?.until > Instant::now() {
+            return None;
+        }
+        let listeners = self.waiting_listeners.pop_front()?;
         Some((listeners.received, listeners.message))
     }
 

@@ -48,7 +48,7 @@ use answers::{Answer, Kind};
 pub(super) use catalog::Catalog;
 use catalog::OUTBOUND;
 use cluster::{ClusterFacts, Discovery};
-use listeners::{FirstListeners, Originals, Rewritten};
+use listeners::{Originals, Rewritten, WaitingListeners};
 use need::{Lookups, Need, Unknown};
 pub use status::OnDemandSnapshot;
 use status::Progress;
@@ -99,7 +99,8 @@ pub(super) struct OnDemand {
     /// The secrets that have come on this stream, and those that the agent awaits.
     secrets: HashSet<NameDigest>,
     awaited_secrets: HashMap<NameDigest, String>,
-    first_listeners: Option<FirstListeners>,
+    /// Envoy's first listeners, and those that have come since.
+    waiting_listeners: VecDeque<WaitingListeners>,
     /// Responses with rewritten listeners that Envoy has not answered.
     rewritten: VecDeque<Rewritten>,
     /// Responses with istiod's listeners in place of rejected ones.
@@ -242,7 +243,7 @@ impl OnDemand {
             open: HashMap::new(),
             secrets: HashSet::new(),
             awaited_secrets: HashMap::new(),
-            first_listeners: None,
+            waiting_listeners: VecDeque::new(),
             rewritten: VecDeque::new(),
             originals: VecDeque::new(),
             passing: None,
@@ -616,7 +617,7 @@ impl OnDemand {
             if let Discovery::Endpoints(name) = &cluster.facts.discovery {
                 let name = NameDigest::of(name.as_bytes());
                 endpoints.push(name);
-                if !is_new || self.first_listeners.is_some() {
+                if !is_new || !self.waiting_listeners.is_empty() {
                     unasked.push(name);
                 }
             }
