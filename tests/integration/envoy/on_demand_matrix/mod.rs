@@ -51,6 +51,11 @@ const EXPECTED: &[(&str, &[&str], &str)] = &[
         "a body that fills Envoy's buffer during the wait and that a filter then buffers is not \
          refused with 413: the request stops until it is idle for too long",
     ),
+    (
+        "max pending",
+        &[CLIENT, LOG],
+        "requests that have waited continue at the same moment, and all but one are refused until there is a connection",
+    ),
     ("sni passthrough", &[LOG], "the length of a TLS signature varies"),
     ("tcp missing", &[CLIENT], UNREAD),
     ("tcp refused", &[CLIENT], UNREAD),
