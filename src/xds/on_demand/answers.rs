@@ -38,15 +38,16 @@ pub(super) struct Answer {
     pub(super) sent: Instant,
     /// The clusters that Envoy did not have, if it was ready.
     pub(super) new: Vec<Bytes>,
-    /// The names of its clusters' endpoints.
-    pub(super) endpoints: Vec<NameDigest>,
+    /// The names of the endpoints that Envoy gets again if it is late: those of the new clusters. If there are none, of one
+    /// changed cluster, whose answer tells whether clusters warm.
+    pub(super) repeated: Vec<NameDigest>,
     pub(super) kind: Kind,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Kind {
     Clusters,
-    /// It has waited for long. Envoy has got the endpoints of its clusters again, with this nonce: if it answers those first,
+    /// It has waited for long. Envoy has got endpoints of its clusters again, with this nonce: if it answers those first,
     /// clusters warm.
     Late(String),
     /// Its new clusters warm, and have been withdrawn.
@@ -134,7 +135,7 @@ impl OnDemand {
             response: None,
             sent: Instant::now(),
             new: Vec::new(),
-            endpoints: Vec::new(),
+            repeated: Vec::new(),
             kind: Kind::Removal,
         });
     }
@@ -171,8 +172,11 @@ impl OnDemand {
             Need::Time(at) => Some(*at),
             _ => None,
         });
-        let listeners = self.waiting_listeners.front().map(|it| it.until);
-        open.chain(late).chain(retries).chain(self.repeat_absent_at).chain(listeners).min()
+        open.chain(late)
+            .chain(retries)
+            .chain(self.repeat_absent_at)
+            .chain(self.waiting_listeners.front().map(|it| it.until))
+            .min()
     }
 
     fn tick(&mut self) {
@@ -207,11 +211,16 @@ impl OnDemand {
         self.answers.iter().filter(|it| it.kind == Kind::Clusters).map(|it| it.sent).max()
     }
 
-    /// Sends Envoy the endpoints of all clusters that it has not answered. This is what a cluster may wait for, and an Envoy
+    /// Sends Envoy endpoints of the clusters that it has not answered. This is what a new cluster may wait for, and an Envoy
     /// with little CPU time has answered the clusters before it answers these.
     fn check_answers(&mut self) {
-        let unanswered = self.answers.iter().filter(|it| it.kind == Kind::Clusters);
-        let names: Vec<_> = unanswered.flat_map(|it| &it.endpoints).copied().collect();
+        let names: Vec<_> = self
+            .answers
+            .iter()
+            .filter(|it| it.kind == Kind::Clusters)
+            .flat_map(|it| &it.repeated)
+            .copied()
+            .collect();
         let cache = self.cache.clone();
         let sent = self.give_endpoints(&mut cache.lock(), &names).unwrap_or_default();
         for answer in self.answers.iter_mut().filter(|it| it.kind == Kind::Clusters) {

@@ -68,14 +68,16 @@ fn discovery(cluster: &Message) -> Result<Discovery, Malformed> {
     };
     match kind {
         EDS if !cluster.values(&[EDS_CLUSTER_CONFIG, 1, ADS])?.is_empty() => {
-            let service = cluster.values(&[EDS_CLUSTER_CONFIG, 2])?.pop();
-            let name = service.filter(|it| !it.is_empty()).or(cluster.values(&[NAME])?.pop());
-            Ok(Discovery::Endpoints(text(name.unwrap_or_default())?))
+            // service_name
+            let name = match cluster.values(&[EDS_CLUSTER_CONFIG, 2])?.pop() {
+                Some(name) if !name.is_empty() => name,
+                _ => cluster.values(&[NAME])?.pop().unwrap_or_default(),
+            };
+            Ok(Discovery::Endpoints(text(name)?))
         }
         DNS | STRICT_DNS | LOGICAL_DNS => {
-            // endpoints, lb_endpoints, endpoint, address, socket_address and its address.
-            let hosts = cluster.values(&[LOAD_ASSIGNMENT, 2, 2, 1, 1, 1, 2])?;
-            let mut hosts = sorted(hosts)?;
+            // endpoints.lb_endpoints.endpoint.address.socket_address.address
+            let mut hosts = sorted(cluster.values(&[LOAD_ASSIGNMENT, 2, 2, 1, 1, 1, 2])?)?;
             hosts.retain(|it| it.parse::<IpAddr>().is_err());
             Ok(Discovery::Dns(hosts))
         }
@@ -85,15 +87,16 @@ fn discovery(cluster: &Message) -> Result<Discovery, Malformed> {
 
 /// Returns the names of the secrets that come over ADS.
 fn secrets(cluster: &Message) -> Result<Vec<String>, Malformed> {
+    let mut configs = cluster.values(&[TRANSPORT_SOCKET, TYPED_CONFIG])?;
+    configs.append(&mut cluster.values(&[TRANSPORT_SOCKET_MATCHES, 3, TYPED_CONFIG])?);
     let mut names = Vec::new();
-    let of_matches = cluster.values(&[TRANSPORT_SOCKET_MATCHES, 3, TYPED_CONFIG])?;
-    let configs = cluster.values(&[TRANSPORT_SOCKET, TYPED_CONFIG])?.into_iter().chain(of_matches);
     for config in configs {
         let config = Message::of(config)?;
         if !config.values(&[TYPE_URL])?.last().is_some_and(|it| it.ends_with(UPSTREAM_TLS)) {
             continue;
         }
-        // In common_tls_context: certificates, the validation context, and that of combined_validation_context.
+        // The fields of `CommonTlsContext` that name secrets: `tls_certificate_sds_secret_configs`,
+        // `validation_context_sds_secret_config`, and the latter in `combined_validation_context`.
         for path in [&[6][..], &[7], &[8, 2]] {
             for secret in config.values(&[&[VALUE, 1], path].concat())? {
                 let secret = Message::of(secret)?;
@@ -109,8 +112,7 @@ fn secrets(cluster: &Message) -> Result<Vec<String>, Malformed> {
 /// Sorts names, and removes those that are empty or occur twice.
 fn sorted(names: Vec<&[u8]>) -> Result<Vec<String>, Malformed> {
     let names = names.into_iter().filter(|it| !it.is_empty()).map(text);
-    let names = names.collect::<Result<BTreeSet<_>, _>>()?;
-    Ok(names.into_iter().collect())
+    Ok(names.collect::<Result<BTreeSet<_>, _>>()?.into_iter().collect())
 }
 
 #[cfg(test)]

@@ -72,8 +72,9 @@ impl OnDemand {
             let (nonce, version) = (received.nonce.clone(), received.version.clone());
             self.rewritten.push_back(Rewritten { nonce, version, listeners });
         }
-        let is_first = !std::mem::replace(&mut self.is_ready, true);
-        let waits = is_first || !self.waiting_listeners.is_empty();
+        // Later listeners do not overtake the first ones.
+        let waits =
+            !std::mem::replace(&mut self.is_ready, true) || !self.waiting_listeners.is_empty();
         if waits {
             self.waiting_listeners.push_back(WaitingListeners {
                 received: received.clone(),

@@ -49,7 +49,7 @@ pub(super) use catalog::Catalog;
 use catalog::OUTBOUND;
 use cluster::{ClusterFacts, Discovery};
 use listeners::{Originals, Rewritten, WaitingListeners};
-use need::{Lookups, Need, Unknown};
+use need::{Lookups, Missing, Need};
 pub use status::OnDemandSnapshot;
 use status::Progress;
 
@@ -528,9 +528,9 @@ impl OnDemand {
         clusters: Vec<Offer>,
         is_newest: bool,
     ) -> Vec<Offer> {
-        let (mut ready, mut unknown) = (Vec::new(), Unknown::default());
+        let (mut ready, mut missing) = (Vec::new(), Missing::new());
         for cluster in clusters {
-            match self.need(state, &cluster, &mut unknown) {
+            match self.need(state, &cluster, &mut missing) {
                 None => {
                     self.held.remove(&cluster.digest);
                     ready.push(cluster);
@@ -543,10 +543,8 @@ impl OnDemand {
                 }
             }
         }
-        for (type_url, names) in [(ENDPOINTS, unknown.endpoints), (SECRET, unknown.secrets)] {
-            if !names.is_empty() {
-                self.subscribe(type_url, names, false);
-            }
+        for (type_url, names) in missing {
+            self.subscribe(type_url, names, false);
         }
         ready
     }
@@ -600,7 +598,7 @@ impl OnDemand {
         removed: Vec<Bytes>,
     ) {
         let (mut bytes, mut fields, mut new) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut endpoints, mut unasked) = (Vec::new(), Vec::new());
+        let (mut repeated, mut unasked) = (Vec::new(), Vec::new());
         for cluster in clusters {
             self.note_sent(state, &cluster);
             bytes.extend_from_slice(&cluster.field);
@@ -616,7 +614,9 @@ impl OnDemand {
             }
             if let Discovery::Endpoints(name) = &cluster.facts.discovery {
                 let name = NameDigest::of(name.as_bytes());
-                endpoints.push(name);
+                if is_new || repeated.is_empty() {
+                    repeated.push(name);
+                }
                 if !is_new || !self.waiting_listeners.is_empty() {
                     unasked.push(name);
                 }
@@ -638,7 +638,7 @@ impl OnDemand {
             response,
             sent: Instant::now(),
             new,
-            endpoints,
+            repeated,
             kind: Kind::Clusters,
         });
         if self.is_ready {

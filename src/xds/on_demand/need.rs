@@ -1,6 +1,6 @@
 //! Decides what a cluster waits for before Envoy gets it, and resolves the host names of DNS clusters.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::{Discovery, Offer, OnDemand};
 use crate::xds::ledger::{State, Type};
 use crate::xds::wire::NameDigest;
+use crate::xds::{ENDPOINTS, SECRET};
 
 /// The time after which an error of a lookup means that no resolver has answered.
 const ANSWER: Duration = Duration::from_secs(1);
@@ -31,12 +32,8 @@ pub(super) enum Need {
     Time(Instant),
 }
 
-/// Resources that clusters wait for, and that the agent has not subscribed to.
-#[derive(Default)]
-pub(super) struct Unknown {
-    pub(super) endpoints: Vec<String>,
-    pub(super) secrets: Vec<String>,
-}
+/// The resources that clusters wait for and that the agent has not subscribed to, by type.
+pub(super) type Missing = BTreeMap<&'static str, Vec<String>>;
 
 /// The lookup of the host names in a version of a cluster.
 pub(in crate::xds) struct Lookup {
@@ -107,7 +104,7 @@ impl OnDemand {
         &mut self,
         state: &mut State,
         cluster: &Offer,
-        unknown: &mut Unknown,
+        missing: &mut Missing,
     ) -> Option<Need> {
         if !self.is_ready {
             return None;
@@ -116,7 +113,7 @@ impl OnDemand {
             let digest = NameDigest::of(name.as_bytes());
             if state.newest(self.cache.pid(), Type::ENDPOINTS, digest).is_none() {
                 if self.subscribed.insert(digest) {
-                    unknown.endpoints.push(name.clone());
+                    missing.entry(ENDPOINTS).or_default().push(name.clone());
                 }
                 return Some(Need::Endpoints(digest));
             }
@@ -125,7 +122,7 @@ impl OnDemand {
             let digest = NameDigest::of(name.as_bytes());
             if !self.secrets.contains(&digest) {
                 if self.awaited_secrets.insert(digest, name.clone()).is_none() {
-                    unknown.secrets.push(name.clone());
+                    missing.entry(SECRET).or_default().push(name.clone());
                 }
                 return Some(Need::Secret(digest));
             }

@@ -557,3 +557,16 @@ async fn clusters_whose_endpoints_envoy_asks_for_are_not_late() {
     stream.due();
     assert_eq!(names(&stream.one()), [A]);
 }
+
+#[tokio::test(start_paused = true)]
+async fn an_envoy_that_is_slow_with_changed_clusters_gets_the_endpoints_of_one_again() {
+    let mut stream = Stream::ready(&[eds(A), eds(B)]);
+    stream.load(A);
+    stream.load(B);
+    stream.istiod(CLUSTER, "c2", &[of_cluster(&eds(A)), of_cluster(&eds(B))], &[]);
+    let [clusters, endpoints] = &stream.take_for_envoy()[..] else { panic!("two responses") };
+    assert_eq!((clusters.resources.len(), endpoints.resources.len()), (2, 2));
+    advance(Duration::from_millis(1001)).await;
+    stream.due();
+    assert_eq!(names(&stream.one()), [A]);
+}
