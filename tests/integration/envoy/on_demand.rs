@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use http::Method;
-use local_istiod::Resource;
+use local_istiod::{Event, Resource};
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::time::Instant;
@@ -20,7 +20,10 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, routes};
 use crate::support::{SECRET, eventually, free_port, until};
 
+const CLUSTERS: &str = "type.googleapis.com/envoy.config.cluster.v3.Cluster";
 const ENDPOINTS: &str = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment";
+const LISTENERS: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+const ROUTES: &str = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration";
 pub(super) const ON: (&str, &str) = ("ISTIO_AGENT_ON_DEMAND_CLUSTERS", "true");
 
 /// Returns the name of the cluster of a service.
@@ -31,7 +34,8 @@ fn outbound(service: &str) -> String {
 /// A mesh with these services, all served by one backend, and the outbound listeners of a client.
 struct Mesh {
     http: u16,
-    tcp: u16,
+    /// The TCP listeners, which lead to the last services.
+    tcp: Vec<u16>,
     backend: Backend,
     services: Vec<String>,
     /// Services that have routes only.
@@ -47,7 +51,7 @@ impl Mesh {
     async fn of(services: &[&str]) -> Self {
         Self {
             http: free_port(),
-            tcp: free_port(),
+            tcp: vec![free_port()],
             backend: Backend::start().await,
             services: services.iter().map(|it| (*it).to_owned()).collect(),
             routed: Vec::new(),
@@ -57,8 +61,15 @@ impl Mesh {
         }
     }
 
-    /// Returns the resources: each service has a cluster, endpoints and a virtual host. The TCP listener leads to the last
-    /// service.
+    /// A mesh of 200 services, some of which have a TCP listener.
+    async fn of_many() -> Self {
+        let services: Vec<_> = (0..200).map(|it| format!("s{it:03}")).collect();
+        let services: Vec<_> = services.iter().map(String::as_str).collect();
+        let tcp = (0..40).map(|_| free_port()).collect();
+        Self { tcp, ..Self::of(&services).await }
+    }
+
+    /// Returns the resources: each service has a cluster, endpoints and a route.
     fn resources(&self) -> Vec<Value> {
         let mut resources = self.more.clone();
         for service in &self.services {
@@ -77,8 +88,9 @@ impl Mesh {
             filters.as_array_mut().unwrap().insert(0, ext_authz(&outbound(authz)));
         }
         resources.push(http);
-        let last = self.services.last().map(|it| outbound(it)).unwrap_or_default();
-        resources.push(tcp_listener("tcp", self.tcp, &last));
+        for (port, service) in self.tcp.iter().rev().zip(self.services.iter().rev()) {
+            resources.push(tcp_listener(&format!("tcp-{service}"), *port, &outbound(service)));
+        }
         resources
     }
 
@@ -96,6 +108,21 @@ impl Mesh {
     /// Waits until Envoy has routes.
     async fn is_routed(&self) {
         eventually("routes", async || (self.get("none").await? == 404).then_some(())).await;
+    }
+
+    /// Requests these services one after the other, over TCP if they have a listener, and prints the longest time.
+    async fn succeeds_for(&self, services: &[String]) {
+        let mut longest = Duration::ZERO;
+        let http = self.services.len() - self.tcp.len();
+        for service in services {
+            let begin = Instant::now();
+            match self.services.iter().position(|it| it == service).unwrap().checked_sub(http) {
+                None => assert_eq!(self.get(service).await, Some(200), "{service}"),
+                Some(listener) => assert!(get(self.tcp[listener]).await.is_ok(), "{service}"),
+            }
+            longest = longest.max(begin.elapsed());
+        }
+        println!("{} requests took at most {longest:?}", services.len());
     }
 
     /// Requests a service. Returns the status.
@@ -184,7 +211,7 @@ async fn envoy_gets_only_the_clusters_that_the_workload_uses() {
     assert_eq!(mesh.get("a").await, Some(200));
     assert_eq!(loaded(&pod).await, BTreeSet::from([outbound("a")]));
     // The TCP listener.
-    get(mesh.tcp).await.unwrap();
+    get(mesh.tcp[0]).await.unwrap();
     assert_eq!(loaded(&pod).await, BTreeSet::from([outbound("a"), outbound("d")]));
     // Two services are used, and one does not exist.
     let seen = xdsz(&pod).await.unwrap()["on_demand"].take();
@@ -203,7 +230,7 @@ async fn envoy_gets_only_the_clusters_that_the_workload_uses() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_without_endpoints_delays_no_other() {
-    let mut mesh = Mesh::of(&["a", "b", "c"]).await;
+    let mut mesh = Mesh::of_many().await;
     mesh.more.push(cluster(&outbound("silent")));
     mesh.routed.push("silent".to_owned());
     let control_plane = ControlPlane::of(&mesh.resources()).await;
@@ -212,16 +239,16 @@ async fn a_service_without_endpoints_delays_no_other() {
     mesh.is_routed().await;
     let silent = mesh.get("silent");
     let others = async {
-        for service in ["a", "b", "c"] {
-            assert_eq!(mesh.get(service).await, Some(200), "{service}");
-        }
-        // A change of all clusters, too.
+        let (first, second) = mesh.services.split_at(100);
+        mesh.succeeds_for(first).await;
+        // A change of all clusters, too, and no endpoints of one that Envoy has.
         control_plane.set(&mesh.changed(7)).await;
-        control_plane.add(Resource::withheld(outbound("silent"), ENDPOINTS));
-        for service in ["a", "b", "c"] {
-            wait_for_timeout(&pod, &outbound(service), "7s").await;
-            assert_eq!(mesh.get(service).await, Some(200), "{service}");
+        for service in ["silent", "s000"] {
+            control_plane.add(Resource::withheld(outbound(service), ENDPOINTS));
         }
+        mesh.succeeds_for(second).await;
+        mesh.succeeds_for(first).await;
+        wait_for_timeout(&pod, &outbound("s000"), "7s").await;
     };
     let (silent, ()) = tokio::join!(silent, others);
     assert_eq!(silent, Some(503));
@@ -268,6 +295,35 @@ async fn first_requests_do_not_fail_while_istiod_ends_its_streams() {
         assert_eq!(mesh.get(fourth).await, Some(200));
     }
     assert_eq!(loaded(&pod).await.len(), 40);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn first_requests_do_not_fail_while_streams_end_after_their_first_responses() {
+    let mesh = Mesh::of_many().await;
+    let mut control_plane = ControlPlane::of(&mesh.resources()).await;
+    let Some(_pod) = pod(&control_plane).await else { return };
+    mesh.is_routed().await;
+    mesh.succeeds_for(&mesh.services[..1]).await;
+    let ends = async {
+        loop {
+            control_plane = control_plane.kill().await.revive().await;
+            let mut left = BTreeSet::from([CLUSTERS, ENDPOINTS, LISTENERS, ROUTES]);
+            while !left.is_empty() {
+                let is_first = |it: &Event| matches!(it, Event::Pushed { type_url, .. } if left.contains(&**type_url));
+                let Event::Pushed { type_url, .. } =
+                    control_plane.event("a first response", is_first).await
+                else {
+                    panic!("an event of another kind")
+                };
+                left.remove(&*type_url);
+            }
+        }
+    };
+    let requests = join_all(mesh.services[1..].chunks(10).map(|it| mesh.succeeds_for(it)));
+    tokio::select! {
+        () = ends => {}
+        _ = requests => {}
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -362,12 +418,11 @@ fn with_secret(service: &str, secret: &str) -> Value {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_secret_that_does_not_come_delays_no_other_service() {
-    let services: Vec<_> = (0..20).map(|it| format!("s{it:02}")).collect();
-    let mut mesh = Mesh::of(&services.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    let mut mesh = Mesh::of_many().await;
     let control_plane = ControlPlane::of(&mesh.resources()).await;
     let Some(pod) = pod(&control_plane).await else { return };
     mesh.is_routed().await;
-    assert_eq!(mesh.get("s00").await, Some(200));
+    mesh.succeeds_for(&mesh.services[..1]).await;
     let add_secrets = || {
         for secret in ["never", "changed"] {
             control_plane.add(Resource::withheld(format!("kubernetes://{secret}"), SECRET));
@@ -378,22 +433,20 @@ async fn a_secret_that_does_not_come_delays_no_other_service() {
     mesh.more.push(endpoints(&outbound("new"), &[mesh.backend.port]));
     control_plane.set(&mesh.resources()).await;
     add_secrets();
-    for service in &services[..10] {
-        assert_eq!(mesh.get(service).await, Some(200), "{service}");
-    }
+    let (first, second) = mesh.services.split_at(100);
+    mesh.succeeds_for(first).await;
     let mut changed = mesh.changed(7);
     for resource in &mut changed {
-        if resource["name"] == outbound("s00") {
+        if resource["name"] == outbound("s000") {
             resource["transport_socket"] =
-                with_secret("s00", "kubernetes://changed")["transport_socket"].clone();
+                with_secret("s000", "kubernetes://changed")["transport_socket"].clone();
         }
     }
     control_plane.set(&changed).await;
     add_secrets();
-    wait_for_timeout(&pod, &outbound("s01"), "7s").await;
-    for service in &services {
-        assert_eq!(mesh.get(service).await, Some(200), "{service}");
-    }
+    wait_for_timeout(&pod, &outbound("s001"), "7s").await;
+    mesh.succeeds_for(second).await;
+    mesh.succeeds_for(first).await;
     assert!(!loaded(&pod).await.contains(&outbound("new")));
 }
 
@@ -406,8 +459,7 @@ async fn silent_resolvers_delay_no_other_service() {
     namespace::put("/etc/resolv.conf", "nameserver 127.0.0.1\noptions timeout:2 attempts:1\n");
     // Takes queries, and answers none.
     let _resolver = std::net::UdpSocket::bind("127.0.0.1:53").unwrap();
-    let services: Vec<_> = (0..20).map(|it| format!("s{it:02}")).collect();
-    let mut mesh = Mesh::of(&services.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    let mut mesh = Mesh::of_many().await;
     let control_plane = ControlPlane::of(&mesh.resources()).await;
     let Some(pod) = pod(&control_plane).await else { return };
     mesh.is_routed().await;
@@ -431,9 +483,7 @@ async fn silent_resolvers_delay_no_other_service() {
     };
     mesh.more = silent("external");
     control_plane.set(&mesh.resources()).await;
-    for service in &services[..10] {
-        assert_eq!(mesh.get(service).await, Some(200), "{service}");
-    }
+    mesh.succeeds_for(&mesh.services[..100]).await;
     assert!(!loaded(&pod).await.contains(&outbound("external")));
     // A name that can be resolved, and then a change to one that cannot.
     mesh.more = silent("other");
@@ -445,10 +495,9 @@ async fn silent_resolvers_delay_no_other_service() {
     .await;
     mesh.more = silent("external");
     control_plane.set(&mesh.changed(7)).await;
-    wait_for_timeout(&pod, &outbound("s01"), "7s").await;
-    for service in &services {
-        assert_eq!(mesh.get(service).await, Some(200), "{service}");
-    }
+    wait_for_timeout(&pod, &outbound("s001"), "7s").await;
+    mesh.succeeds_for(&mesh.services[100..]).await;
+    mesh.succeeds_for(&mesh.services[..100]).await;
     assert!(loaded(&pod).await.contains(&outbound("external")));
 }
 
