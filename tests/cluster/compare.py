@@ -72,7 +72,7 @@ class Page:
     def figures(self, heading, what, unit, of, more=False):
         medians = {agent: statistics.median(of[agent]) for agent in AGENTS}
         less, greater = sorted(medians.values())
-        ratio = greater / less if less else float("inf")
+        ratio = greater / less if less else float("inf") if greater else 1
         best = OURS if (medians[OURS] > medians[GO]) == more else GO
         name = "**pilot-agent**" if best == GO else "istio-agent"
         times = f"{ratio:.1f} times " if less else ""
@@ -135,8 +135,9 @@ class Comparison:
 
     def all(self):
         try:
-            for measure in (self.start, self.capture, self.expired_token, self.full_disk, self.measured_pods, self.names, self.standby):
-                if self.options.only in measure.__name__:
+            for measure in (self.start, self.capture, self.expired_token, self.full_disk, self.measured_pods, self.changed_hosts,
+                            self.names, self.standby):
+                if re.search(self.options.only, measure.__name__):
                     measure()
             self.cases()
         finally:
@@ -228,8 +229,6 @@ once. A difference of less than 10 % counts as equal.
         pods = {}
         for agent in AGENTS:
             self.world.deploy(f"measured-{agent}", agent, annotations=cases.USUAL)
-        for name, (settings, _) in VARIANTS.items():
-            self.world.deploy(f"measured-{name}", OURS, annotations=cases.USUAL | cases.config(**settings))
         for agent in AGENTS:
             self.world.rolled_out(f"measured-{agent}")
             pods[agent] = Pod(self.world, self.world.pods(f"measured-{agent}")[0])
@@ -243,7 +242,6 @@ once. A difference of less than 10 % counts as equal.
                 time.sleep(20)
         self.memory("after load", pods)
         self.outages(pods)
-        self.changes(pods)
         crashed = {}
         for agent in AGENTS:
             with Load(self.world, f"http://measured-{agent}:8080/", cases.CLIENTS[0]) as load:
@@ -252,36 +250,51 @@ once. A difference of less than 10 % counts as equal.
             told = load.told[cases.CLIENTS[0]]
             crashed[agent] = f"no service for {told['seconds']:.1f} s, {len(told['failed'])} of {told['sent']} requests failed"
         self.page.text("faults", "Envoy killed in a pod, under load", crashed)
-        self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in (*AGENTS, *VARIANTS)))
+        self.world.kubectl("delete", "deploy", *(f"measured-{agent}" for agent in AGENTS))
 
-    def changes(self, pods):
-        """Measures these pods and those with other settings, with more and more hosts, and while hosts change."""
-        everyone = dict(pods)
-        for name in VARIANTS:
-            self.world.rolled_out(f"measured-{name}")
-            everyone[name] = Pod(self.world, self.world.pods(f"measured-{name}")[0])
+    def changed_hosts(self):
+        """Measures a pod of each agent, and pods with other settings, with more and more hosts, and while hosts change."""
+        settings = dict.fromkeys(AGENTS, {}) | {name: settings for name, (settings, _) in VARIANTS.items()}
+        for name, variables in settings.items():
+            agent = name if name in AGENTS else OURS
+            self.world.deploy(f"changing-{name}", agent, annotations=cases.USUAL | cases.config(**variables))
+        everyone = {}
+        for name in settings:
+            self.world.rolled_out(f"changing-{name}")
+            everyone[name] = Pod(self.world, self.world.pods(f"changing-{name}")[0])
         for count in (1000, HOSTS):
             self.know_hosts(count, everyone)
             self.memory(f"with {count:,} ServiceEntry hosts", everyone)
-        before, written = self.processors(everyone), {name: pod.written() for name, pod in everyone.items()}
-        before_all = {name: pod.used_by_all() for name, pod in everyone.items()}
-        with Most(everyone) as most:
-            for number in range(30):
-                self.hosts(0, 1000, 81 + number)
-                time.sleep(1)
-            time.sleep(10)
-        spent = {name: used - before[name] for name, used in self.processors(everyone).items()}
-        what = f"30 changes of 1,000 of {HOSTS:,} hosts"
-        self.figures("processor", what, "ms", spent)
-        all_spent = {name: pod.used_by_all() - before_all[name] for name, pod in everyone.items()}
-        self.figures("processor", f"{what}, Envoy included", "ms", all_spent)
-        self.page.figures("disk", f"written by the agent during {what}", "MB", {
-            agent: [pods[agent].written() - written[agent]] for agent in AGENTS})
-        self.figures("memory", f"private memory of the agent at most during {what}", "MB", most.of)
+        some = f"1,000 of {HOSTS:,} hosts"
+        self.spent(f"30 changes of the endpoints of {some}", everyone, lambda number: self.hosts(0, 1000, 80, number))
+        self.spent(f"30 changes of the endpoints of {some} and of all clusters", everyone, self.endpoints_and_clusters)
+        self.spent(f"30 changes of the port of {some}", everyone, lambda number: self.hosts(0, 1000, 80 + number))
         self.memory("after those changes", everyone)
         self.know_hosts(10_000, everyone)
         self.memory("with 10,000 ServiceEntry hosts", everyone)
         self.delete_hosts(HOSTS, 10_000)
+        self.world.kubectl("delete", "destinationrule", "--all")
+        self.world.kubectl("delete", "deploy", *(f"changing-{name}" for name in settings))
+
+    def endpoints_and_clusters(self, number):
+        self.world.apply(cases.resource("networking.istio.io/v1", "DestinationRule", "all", host="*.example", trafficPolicy={
+            "connectionPool": {"tcp": {"connectTimeout": f"{1 + number % 5}s"}}}))
+        self.hosts(0, 1000, 80, -number)
+
+    def spent(self, what, pods, change):
+        """Measures what 30 changes cost."""
+        before = {name: (pod.used(), pod.used_by_all(), pod.written()) for name, pod in pods.items()}
+        with Most(pods) as most:
+            for number in range(1, 31):
+                change(number)
+                time.sleep(1)
+            time.sleep(10)
+        spent = {name: [now - then for now, then in zip((pod.used(), pod.used_by_all(), pod.written()), before[name])]
+                 for name, pod in pods.items()}
+        for position, (heading, row, unit) in enumerate((
+                ("processor", what, "ms"), ("processor", f"{what}, Envoy included", "ms"), ("disk", f"written by the agent during {what}", "MB"))):
+            self.figures(heading, row, unit, {name: figures[position] for name, figures in spent.items()})
+        self.figures("memory", f"private memory of the agent at most during {what}", "MB", most.of)
 
     def figures(self, heading, what, unit, of):
         """Adds a row, and one for each pod with other settings."""
@@ -315,14 +328,14 @@ once. A difference of less than 10 % counts as equal.
         after = self.processors(pods)
         return {agent: [after[agent] - before[agent]] for agent in AGENTS}
 
-    def hosts(self, first, last, port):
-        """Creates or changes ServiceEntries, each with ten hosts that have ten endpoints."""
+    def hosts(self, first, last, port, change=0):
+        """Creates or changes ServiceEntries, each with ten hosts that have ten endpoints; others with each change."""
         # One call of kubectl has at most 3 minutes.
         for begin in range(first, last, 2000):
             self.world.apply(*({"apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry", "metadata": {"name": f"hosts-{number}"}, "spec": {
                 "hosts": [host(one) for one in range(number, number + GROUP)], "addresses": [f"240.0.{1 + number // 1000}.{1 + number % 1000 // GROUP}"],
                 "ports": [{"name": "http", "number": port, "protocol": "HTTP"}], "resolution": "STATIC",
-                "endpoints": [{"address": address} for address in addresses(number)]}} for number in range(begin, min(begin + 2000, last), GROUP)))
+                "endpoints": [{"address": address} for address in addresses(number + HOSTS * change)]}} for number in range(begin, min(begin + 2000, last), GROUP)))
 
     def delete_hosts(self, first, last):
         for begin in range(first, last, 1000):
@@ -422,7 +435,7 @@ once. A difference of less than 10 % counts as equal.
 
     def cases(self):
         for _, _, _, claim in cases.CASES:
-            if "agent" in inspect.signature(claim).parameters and self.options.only in claim.__name__:
+            if "agent" in inspect.signature(claim).parameters and re.search(self.options.only, claim.__name__):
                 told = {}
                 for agent in AGENTS:
                     try:

@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+import re
 import secrets
 import signal
 import sys
@@ -28,7 +29,7 @@ def main():
     parser.add_argument("--image", help="the image, as that cluster's nodes know it")
     parser.add_argument("--application", help="the image of the suite's application, likewise")
     parser.add_argument("--variable", action="append", default=[], help="sets NAME=VALUE in this agent's containers, in a cluster that is made")
-    parser.add_argument("--only", default="", help="cases and measurements with this in their names")
+    parser.add_argument("--only", default="", help="cases and measurements whose names match this regular expression")
     parser.add_argument("--write", type=pathlib.Path, help="compares with Go's agent instead, and writes this page")
     parser.add_argument("--agent", type=pathlib.Path, help="the agent, to be compared outside a pod")
     parser.add_argument("--envoy", type=pathlib.Path, help="its Envoy")
@@ -72,7 +73,7 @@ def suite(world, options):
         if options.write:
             return Comparison(world, options).all()
         failed = [run(world, number, claim, options) for number, gate, own, claim in cases.CASES
-                  if (gate or options.suite == "all") and options.only in claim.__name__ and not skipped(world, own, claim)]
+                  if (gate or options.suite == "all") and re.search(options.only, claim.__name__) and not skipped(world, own, claim)]
     finally:
         # A cluster that the suite has created is stopped, so its namespace need not be deleted.
         if not world.cluster and not options.keep:
