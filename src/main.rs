@@ -105,9 +105,8 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
             DONE
         }
         Some(Command::Request(flags)) => {
-            let status_port = || config::status_port(&environment, ".".as_ref());
             let mut output = io::stdout();
-            let run = request::run(&flags, &environment, status_port, &mut output);
+            let run = request::run(&flags, &environment, ".".as_ref(), &mut output);
             block_on(run)??;
             DONE
         }

@@ -19,18 +19,17 @@ mod status_pages;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use serde_json::Value;
-use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use crate::bootstrap::{self, platform};
 use crate::config::{Config, Unusable};
+use crate::envoy::admin::Address;
 use crate::envoy::handle::Envoy;
 use crate::envoy::hot_restart::watch::restart_on_change;
 use crate::envoy::{self, Exit};
@@ -419,7 +418,7 @@ impl Agent {
             None => {
                 if let (Some(_), Some(envoy)) = (&self.pair, &config.envoy) {
                     tokio::select! {
-                        () = until_port_is_free(envoy.admin.address) => {}
+                        () = until_free(&envoy.admin.address) => {}
                         () = stop.first_request() => {}
                     }
                 }
@@ -484,13 +483,13 @@ impl Agent {
 }
 
 /// Waits for the exit of the Envoy whose agent was killed. The kernel kills it, which takes a moment.
-async fn until_port_is_free(port: SocketAddr) {
+async fn until_free(address: &Address) {
     let free = async {
-        while TcpStream::connect(port).await.is_ok() {
+        while address.is_taken().await {
             sleep(PAUSE).await;
         }
     };
-    // If the port is still taken after that time, Envoy reports it.
+    // If the address is still taken after that time, Envoy reports it.
     let _ = timeout(FORMER_ENVOY_LIMIT, free).await;
 }
 

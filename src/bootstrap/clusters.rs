@@ -15,7 +15,10 @@ pub(super) fn section(config: &Config) -> Vec<Value> {
     let proxy_config = &config.node.proxy_config;
     let host = config.families().first.loopback;
     let mut clusters = vec![
-        local("prometheus_stats", host, proxy_config.admin_port()),
+        match &config.admin_socket {
+            Some(socket) => cluster("prometheus_stats", "0.250s", None, &pipe(socket)),
+            None => local("prometheus_stats", host, proxy_config.admin_port()),
+        },
         // Without a status server the port is refused, and so the health listener answers 503.
         local("agent", host, proxy_config.agent_port().unwrap_or(15020)),
         grpc("sds-grpc", &config.sds_socket),
@@ -71,10 +74,13 @@ pub(super) fn http2(cluster: &mut Value) {
 
 /// Builds a cluster of one gRPC server at a Unix socket.
 pub fn grpc(name: &str, socket: &Path) -> Value {
-    let pipe = json!({ "pipe": { "path": socket.to_string_lossy() } });
-    let mut cluster = cluster(name, "1s", None, &pipe);
+    let mut cluster = cluster(name, "1s", None, &pipe(socket));
     http2(&mut cluster);
     cluster
+}
+
+fn pipe(socket: &Path) -> Value {
+    json!({ "pipe": { "path": socket.to_string_lossy() } })
 }
 
 /// Builds the cluster of the agent's xDS socket. Discovery streams are many and long, and the default limits are

@@ -22,6 +22,8 @@ pub struct Config {
     pub sds_socket: PathBuf,
     /// The socket of secrets in files, while another process serves the workload's secrets.
     pub files_socket: PathBuf,
+    /// The socket of Envoy's admin interface, in place of `proxyAdminPort`.
+    pub admin_socket: Option<PathBuf>,
     pub delta: bool,
     /// Loads Istio's peer metadata extension, which only Istio's Envoy has.
     pub metadata_discovery: bool,

@@ -150,10 +150,14 @@ fn admin(config: &Config) -> Value {
             json!({ "path": "/dev/null" }),
         )],
         "profile_path": "/var/lib/istio/data/envoy.prof",
-        "address": { "socket_address": {
-            "address": config.families().first.loopback,
-            "port_value": config.node.proxy_config.admin_port(),
-        }},
+        "address": match &config.admin_socket {
+            // Read and write for the owner only.
+            Some(socket) => json!({ "pipe": { "path": socket.to_string_lossy(), "mode": 0o600 } }),
+            None => json!({ "socket_address": {
+                "address": config.families().first.loopback,
+                "port_value": config.node.proxy_config.admin_port(),
+            }}),
+        },
     })
 }
 

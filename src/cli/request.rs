@@ -3,9 +3,13 @@
 //! The body of the response is copied to standard output as it arrives, followed by a line feed. A status over
 //! 399 is an error that quotes the body, except 404, whose body is printed.
 //!
+//! Requests to port 15000 go to Envoy's admin interface, which may listen on a Unix socket instead. Then there are no
+//! redirects, and each status outside of 200 to 299 is an error.
+//!
 //! Only Istio's own ports are allowed, and the status port of this pod, over which a native sidecar is drained.
 
 use std::io::Write;
+use std::path::Path;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -15,11 +19,13 @@ use http::{Method, Request, StatusCode};
 use super::ignore_closed_pipe;
 use super::redirected;
 use crate::config::environment::Environment;
-use crate::net::http_client::http_url;
+use crate::config::{self, below};
+use crate::net::http_client::{Client, http_url};
 use crate::runtime::lifecycle::BoxError;
 use crate::standby;
 
-const PORTS: [i32; 4] = [15000, 15004, 15020, 15021];
+const PORTS: [i32; 4] = [ADMIN, 15004, 15020, 15021];
+const ADMIN: i32 = 15000;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Maximum length of the body that is quoted in an error, in bytes.
 const MAX_QUOTE: usize = 64 << 10;
@@ -42,18 +48,18 @@ pub struct RequestFlags {
     ignored: Vec<String>,
 }
 
-/// Sends the request and writes the body of the response to `output`. `status_port` is called if the port is not
-/// one that every pod has.
+/// Sends the request and writes the body of the response to `output`. `root` is the agent's working directory.
 ///
 /// A drain by a standby container is not sent, because its preStop hook would drain the other container.
 pub async fn run(
     flags: &RequestFlags,
     environment: &Environment,
-    status_port: impl FnOnce() -> Option<u16>,
+    root: &Path,
     output: &mut impl Write,
 ) -> Result<(), BoxError> {
     let port = flags.debug_port;
-    if !PORTS.contains(&port) && status_port().map(i32::from) != Some(port) {
+    let is_status_port = || config::status_port(environment, root).map(i32::from) == Some(port);
+    if !PORTS.contains(&port) && !is_status_port() {
         let allowed = "is not in allowed list [15000 15004 15020 15021]";
         return Err(format!("debug port {port} {allowed}").into());
     }
@@ -62,21 +68,38 @@ pub async fn run(
         let written = writeln!(output, "another container of this pod serves");
         return Ok(ignore_closed_pipe(written)?);
     }
-    let url = format!("http://localhost:{port}/{path}");
-    let sent = tokio::time::timeout(LIMIT, send(flags, &url, output)).await;
+    let is_admin = port == ADMIN;
+    let socket = is_admin.then(|| config::admin_socket(environment, root)).flatten();
+    let socket = socket.map(|path| below(root, path));
+    let (url, server) = match &socket {
+        Some(socket) => (format!("http://localhost/{path}"), socket.display().to_string()),
+        None => (format!("http://localhost:{port}/{path}"), format!("port {port}")),
+    };
+    let sent = tokio::time::timeout(LIMIT, send(flags, &url, socket.as_deref(), output)).await;
     let seconds = LIMIT.as_secs();
-    sent.map_err(|_| format!("no complete answer from port {port} within {seconds} s"))?
+    sent.map_err(|_| format!("no complete answer from {server} within {seconds} s"))?
 }
 
-async fn send(flags: &RequestFlags, url: &str, output: &mut impl Write) -> Result<(), BoxError> {
+/// Sends the request to a URL, or to this socket.
+async fn send(
+    flags: &RequestFlags,
+    url: &str,
+    socket: Option<&Path>,
+    output: &mut impl Write,
+) -> Result<(), BoxError> {
     let mut request = Request::new(Bytes::from(flags.body.clone()));
     *request.uri_mut() = http_url(url)?;
     let method = Method::from_bytes(flags.method.as_bytes());
     *request.method_mut() =
         method.map_err(|_| format!("{:?} is not an HTTP method", flags.method))?;
-    let (head, mut body) = redirected().send(request).await?.into_parts();
+    let client = socket.map_or_else(redirected, Client::of_socket);
+    let (head, mut body) = client.send(request).await?.into_parts();
     let status = head.status;
-    if status.as_u16() > 399 && status != StatusCode::NOT_FOUND {
+    let is_error = match socket {
+        Some(_) => !status.is_success(),
+        None => status.as_u16() > 399 && status != StatusCode::NOT_FOUND,
+    };
+    if is_error {
         let mut quote = BytesMut::new();
         body.read_into(&mut quote, MAX_QUOTE).await?;
         let (status, body) = (status.as_u16(), String::from_utf8_lossy(&quote));
@@ -112,7 +135,7 @@ mod tests {
         let (url, server) = serve(vec![answer]).await;
         let url = format!("{url}drain");
         let (mut output, flags) = (Vec::new(), flags(15000, "drain"));
-        let (result, seen) = tokio::join!(send(&flags, &url, &mut output), server);
+        let (result, seen) = tokio::join!(send(&flags, &url, None, &mut output), server);
         (result, String::from_utf8(output).expect("text"), seen.concat())
     }
 
@@ -147,7 +170,7 @@ mod tests {
         let get =
             RequestFlags { method: "GET".into(), body: String::new(), ..flags(15000, "here") };
         let mut output = Vec::new();
-        let (result, seen) = tokio::join!(send(&get, &url, &mut output), server);
+        let (result, seen) = tokio::join!(send(&get, &url, None, &mut output), server);
         result.expect("an answer");
         assert_eq!(output, b"OK\n");
         assert!(seen[1].starts_with("GET /there HTTP/1.1\r\n"), "{seen:?}");
@@ -163,26 +186,21 @@ mod tests {
     #[tokio::test]
     async fn the_status_port_of_the_pod_may_be_requested() {
         // Port 1 is reserved and refuses connections.
-        let answer =
-            run(&flags(1, "drain"), &Environment::default(), || Some(1), &mut Vec::new()).await;
+        let environment = [("PROXY_CONFIG", "statusPort: 1")].into_iter().collect();
+        let answer = run(&flags(1, "drain"), &environment, Path::new(""), &mut Vec::new()).await;
         let error = answer.expect_err("no listener");
         assert!(error.to_string().starts_with("cannot connect"), "{error}");
     }
 
     #[tokio::test]
     async fn other_ports_and_impossible_paths_are_refused() {
-        for status_port in [None, Some(15020)] {
-            let error =
-                run(&flags(8080, "x"), &Environment::default(), || status_port, &mut Vec::new())
-                    .await
-                    .expect_err("refused");
-            assert_eq!(
-                error.to_string(),
-                "debug port 8080 is not in allowed list [15000 15004 15020 15021]"
-            );
-        }
-        let error =
-            run(&flags(15000, "a b"), &Environment::default(), || None, &mut Vec::new()).await;
+        let (environment, root) = (Environment::default(), Path::new(""));
+        let error = run(&flags(8080, "x"), &environment, root, &mut Vec::new()).await;
+        assert_eq!(
+            error.expect_err("refused").to_string(),
+            "debug port 8080 is not in allowed list [15000 15004 15020 15021]"
+        );
+        let error = run(&flags(15000, "a b"), &environment, root, &mut Vec::new()).await;
         assert!(error.is_err_and(|error| error.to_string().contains("expected http")));
     }
 }

@@ -64,6 +64,7 @@ fn sources(
     let sources = Sources {
         version: version::full(&istio),
         proxy_config: config::proxy_config(flags, environment, root),
+        admin_socket: config::admin_socket(environment, root),
         config: report::report(flags, log, all, environment, root).json(),
     };
     let config = config::load(flags, log, environment, root).ok();

@@ -12,7 +12,7 @@ use super::{IGNORED, Loader, below};
 use crate::bootstrap;
 use crate::dns::listen;
 use crate::envoy;
-use crate::envoy::admin::Admin;
+use crate::envoy::admin::{Address, Admin};
 use crate::envoy::command::{Command, LogLevels};
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
@@ -55,7 +55,16 @@ impl Loader<'_> {
             command: self.command(bootstrap),
             directory: bootstrap.directory.clone(),
             shared_directory: bootstrap.directory.clone(),
-            admin: Admin::new(bootstrap.admin_host(), self.proxy_config.admin_port(), ADMIN_CALL),
+            admin: Admin {
+                address: match &bootstrap.admin_socket {
+                    Some(socket) => Address::Socket(socket.as_path().into()),
+                    None => {
+                        let port = self.proxy_config.admin_port();
+                        Address::Port((bootstrap.admin_host(), port).into())
+                    }
+                },
+                limit: ADMIN_CALL,
+            },
             early: EARLY,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             limits: Limits {

@@ -5,12 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use indexmap::IndexSet;
 use serde_json::{Map, Number, Value, json};
 
+use super::admin::{self, Unusable};
 use super::control_plane::ISTIOD_NAME;
 use super::environment as variables;
 use super::pod::{NodeType, Pairs};
@@ -63,6 +64,7 @@ impl Loader<'_> {
         }
         let container = self.get(&variables::ISTIO_AGENT_STANDBY);
         let exit_on_zero_connections = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);
+        let admin_socket = self.admin_socket();
         let strips_fragment = &variables::HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED;
         bootstrap::Config {
             directory: match container.as_str() {
@@ -74,6 +76,7 @@ impl Loader<'_> {
             xds_socket: unix_socket::container_path(xds_socket, &container),
             sds_socket: unix_socket::container_path(sds_socket, &container),
             files_socket: unix_socket::container_path(Path::new(FILES_SOCKET), &container),
+            admin_socket,
             delta,
             metadata_discovery: metadata_discovery && delta,
             dual_stack: self.get(&variables::ISTIO_DUAL_STACK),
@@ -88,6 +91,16 @@ impl Loader<'_> {
             load_stats: self.load_stats(&node),
             node,
         }
+    }
+
+    /// Returns the socket of Envoy's admin interface. None for a port.
+    fn admin_socket(&mut self) -> Option<PathBuf> {
+        match admin::socket(&self.proxy_config, self.env) {
+            Ok(socket) => return socket,
+            Err(Unusable::Refused(problem)) => self.notes.problems.push(problem),
+            Err(Unusable::Ignored(problem)) => self.notes.warnings.push(problem),
+        }
+        None
     }
 
     fn port_or_none(&mut self, variable: &variables::Variable<u32>) -> u16 {

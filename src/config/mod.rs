@@ -5,6 +5,7 @@
 //! again afterwards. Well-known paths are relative: they resolve against the working directory, also
 //! Envoy's, so that several agents can run side by side.
 
+mod admin;
 mod control_plane;
 mod dns;
 pub mod environment;
@@ -144,7 +145,15 @@ pub fn load(
 /// problems.
 pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
     let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
-    merged::status_port(env, root, &annotations)
+    // No flag changes it.
+    merged::proxy_config(env, root, &annotations).agent_port()
+}
+
+/// Returns the socket of the admin interface of the Envoy whose agent runs in `root`. None for a port.
+pub fn admin_socket(env: &Environment, root: &Path) -> Option<PathBuf> {
+    let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
+    let config = merged::proxy_config(env, root, &annotations);
+    admin::socket(&config, env).unwrap_or_default()
 }
 
 /// Reads the ProxyConfig of all its sources, even if the agent cannot use it.
@@ -376,7 +385,7 @@ impl<'a> Loader<'a> {
 const NOWHERE: &str = "/nonexistent";
 
 /// Resolves a path against a root.
-fn below(root: &Path, path: impl AsRef<Path>) -> PathBuf {
+pub fn below(root: &Path, path: impl AsRef<Path>) -> PathBuf {
     let path = path.as_ref();
     match path.strip_prefix("/") {
         // `join` would replace the root by an absolute path.

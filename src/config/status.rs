@@ -5,9 +5,9 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::Loader;
 use super::environment as variables;
 use super::pod::NodeType;
+use super::{Loader, admin};
 use crate::bootstrap::{self, StatsConfig};
 use crate::probe;
 use crate::problem::{Problem, codes};
@@ -41,11 +41,21 @@ impl Loader<'_> {
                 offers_http2: self.get(&variables::ISTIO_ENABLE_HTTP2_PROBING),
                 keeps_connections: self.get(&variables::ENABLE_PROBE_KEEPALIVE_CONNECTIONS),
             },
+            has_control: !admin::is_istios(&self.proxy_config, self.env).unwrap_or_default(),
+            readiness_query: self.readiness_query(),
             grpc_bootstrap,
             debug_users: self.users(&variables::ISTIO_AGENT_DEBUG_USERS),
             control_users: self.users(&variables::ISTIO_AGENT_CONTROL_USERS),
         };
         (config.port != 0).then_some(config)
+    }
+
+    /// Returns the limit of a query to Envoy's admin interface.
+    fn readiness_query(&mut self) -> Duration {
+        let variable = &variables::PROXY_READINESS_PROBE_TIMEOUT;
+        let (wanted, default) = (self.get(variable), Duration::from_secs(3));
+        let used = if wanted.is_zero() { default } else { wanted };
+        self.limited(variable.row.name, wanted, used, "more than 0s")
     }
 
     /// Returns the host of probes.

@@ -30,9 +30,9 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let (mut checks, server, waits, endpoints, refusals) = tokio::join!(
         process,
         admin.page("/server_info"),
-        inspect::warming(admin),
-        inspect::endpoints(admin),
-        inspect::refusals(admin),
+        inspect::warming(&admin),
+        inspect::endpoints(&admin),
+        inspect::refusals(&admin),
     );
     if let Some(seen) = subject.running.map(|it| it.discovery.snapshot()) {
         checks.extend(seen.rejections().iter().map(Check::from));
@@ -104,7 +104,7 @@ fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
     let status = config.status.as_ref().map_or(0, |status| status.port);
     for (code, port) in [
         (codes::STATUS_PORT_TAKEN, status),
-        (codes::PORT_TAKEN, envoy.admin.address.port()),
+        (codes::PORT_TAKEN, envoy.admin.address.port().unwrap_or_default()),
         (codes::PORT_TAKEN, config.bootstrap.ports.health),
     ] {
         let holder = port::holder(port);

@@ -1,18 +1,22 @@
-//! Sends requests to Envoy's admin port.
+//! Sends requests to Envoy's admin interface, which listens on a port of the pod or on a Unix socket.
 //!
 //! Each request has its own connection, a deadline for the complete exchange and a maximum size of the response,
 //! because a stopped Envoy accepts connections and never responds.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Method, Request, Response};
 use serde_json::Value;
+use tokio::net::TcpStream;
 use tokio::time::Instant;
 
 use super::warn;
-use crate::net::http_client;
+use crate::net::{http_client, unix_socket};
 use crate::runtime::clock::after;
 use crate::runtime::lifecycle::with_causes;
 
@@ -24,10 +28,18 @@ const FAST_TIME: Duration = Duration::from_secs(5);
 /// The period afterwards: an Envoy that waits for its configuration may need long.
 const SLOW_PERIOD: Duration = Duration::from_secs(1);
 
-/// The address of Envoy's admin port, and the limit of an exchange.
-#[derive(Clone, Copy, Debug)]
+/// The address of Envoy's admin interface.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    Port(SocketAddr),
+    /// A Unix socket, which only Envoy's user and root can open.
+    Socket(Arc<Path>),
+}
+
+/// The address of Envoy's admin interface, and the limit of an exchange.
+#[derive(Clone, Debug)]
 pub struct Admin {
-    pub address: SocketAddr,
+    pub address: Address,
     pub limit: Duration,
 }
 
@@ -51,31 +63,74 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns true if there was no connection, because nothing listens at the port.
+    /// Returns true if there was no connection, because nothing listens at the address.
     pub(super) fn is_closed(&self) -> bool {
-        matches!(self, Self::NoAnswer(http_client::Error::Connect(_)))
+        use http_client::Error::{Connect, Socket};
+        matches!(self, Self::NoAnswer(Connect(_) | Socket { .. }))
+    }
+}
+
+impl Address {
+    /// Returns the port, unless it is a socket.
+    pub fn port(&self) -> Option<u16> {
+        match self {
+            Self::Port(address) => Some(address.port()),
+            Self::Socket(_) => None,
+        }
+    }
+
+    /// Returns true if a process listens there.
+    pub async fn is_taken(&self) -> bool {
+        match self {
+            Self::Port(address) => TcpStream::connect(address).await.is_ok(),
+            Self::Socket(path) => unix_socket::find_listener(path).is_ok(),
+        }
+    }
+
+    /// Returns a client that connects to this address, if it requests URLs of [`Self::url`].
+    pub fn client(&self) -> http_client::Client {
+        match self {
+            Self::Port(_) => http_client::Client::default(),
+            Self::Socket(path) => http_client::Client::of_socket(path),
+        }
+    }
+
+    /// Returns the URL of a path with a leading slash.
+    pub fn url(&self, path: &str) -> String {
+        match self {
+            Self::Port(address) => format!("http://{address}{path}"),
+            Self::Socket(_) => format!("http://localhost{path}"),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Port(address) => address.fmt(f),
+            Self::Socket(path) => path.display().fmt(f),
+        }
     }
 }
 
 impl Admin {
     pub fn new(host: IpAddr, port: u16, limit: Duration) -> Self {
-        Self { address: (host, port).into(), limit }
+        Self { address: Address::Port((host, port).into()), limit }
     }
 
     /// Sets the limit of an exchange.
     #[must_use]
-    pub fn within(self, limit: Duration) -> Self {
-        Self { limit, ..self }
+    pub fn within(&self, limit: Duration) -> Self {
+        Self { limit, ..self.clone() }
     }
 
     /// Sends one request without a body.
     pub async fn request(&self, method: Method, path: &str) -> Result<Response<Bytes>, Error> {
-        let uri = format!("http://{}{path}", self.address);
+        let uri = self.address.url(path);
         let builder = Request::builder().method(method).uri(&uri);
         let request =
             builder.body(Bytes::new()).map_err(|_| http_client::Error::Url { found: uri })?;
-        let client = http_client::Client::default();
-        Ok(client.fetch(request, self.limit, MAX_ANSWER).await?)
+        Ok(self.address.client().fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
     /// Sends one request without a body, and returns the response as text. Fails unless its status is a success.
@@ -149,7 +204,7 @@ impl Admin {
 
     /// Returns the number of workers of the Envoy of this restart epoch. None if it is not live, or does not have the
     /// port.
-    pub async fn workers(self, restart_epoch: u32) -> Option<u32> {
+    pub async fn workers(&self, restart_epoch: u32) -> Option<u32> {
         workers(&self.page("/server_info").await.ok()?, restart_epoch)
     }
 }

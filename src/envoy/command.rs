@@ -92,6 +92,11 @@ impl LogLevels {
 }
 
 impl Command {
+    /// Returns the user as which Envoy runs.
+    pub(super) fn run_as(&self) -> u32 {
+        self.user.unwrap_or_else(|| rustix::process::geteuid().as_raw())
+    }
+
     /// Returns the variable that is added to the agent's own environment, if there is one.
     pub fn environment(&self) -> Option<(&'static str, &'static str)> {
         self.fips_ciphers.then_some(("GRPC_SSL_CIPHER_SUITES", FIPS_CIPHERS))

@@ -211,9 +211,9 @@ impl Envoy {
         Self { admin, report, orders }
     }
 
-    /// Returns the admin port of the current Envoy.
+    /// Returns the admin interface of the current Envoy.
     pub fn admin(&self) -> Admin {
-        self.admin
+        self.admin.clone()
     }
 
     pub fn report(&self) -> watch::Receiver<Report> {

@@ -35,7 +35,7 @@ pub const STATISTICS_HINT: &str = "Envoy does not count them; it does with the a
     `sidecar.istio.io/statsInclusionRegexps: listener.*(no_filter_chain_match|ssl.*),http.*rbac.*denied`";
 
 /// Lists the resources that Envoy waits for. A page that cannot be read is a problem with another code.
-pub async fn warming(admin: Admin) -> Vec<Problem> {
+pub async fn warming(admin: &Admin) -> Vec<Problem> {
     let problems = join_all([
         warming_in(admin, codes::LISTENER_WARMING, WARMING_LISTENERS, listeners),
         warming_in(admin, codes::CLUSTER_WARMING, WARMING_CLUSTERS, names),
@@ -46,7 +46,7 @@ pub async fn warming(admin: Admin) -> Vec<Problem> {
 
 /// Returns the problem of the resources that a page lists twice.
 async fn warming_in(
-    admin: Admin,
+    admin: &Admin,
     code: &'static Code,
     path: &str,
     names: fn(&Value) -> BTreeSet<String>,
@@ -71,7 +71,7 @@ async fn warming_in(
 
 /// Returns the names of the resources of a type of which Envoy has accepted a version, active or warming.
 pub(crate) async fn accepted_names(
-    admin: Admin,
+    admin: &Admin,
     type_url: &str,
 ) -> Result<BTreeSet<String>, String> {
     // Listeners and endpoints of which Envoy has refused every version are listed without the members `states`.
@@ -122,7 +122,7 @@ pub struct ServingResources {
 }
 
 impl ServingResources {
-    pub async fn read(admin: Admin) -> Result<Self, String> {
+    pub async fn read(admin: &Admin) -> Result<Self, String> {
         let secrets = admin.page(ACTIVE_SECRETS).await?;
         Ok(Self {
             listeners: accepted_names(admin, "envoy.config.listener.v3.Listener").await?,
@@ -135,7 +135,7 @@ impl ServingResources {
 /// secrets of its parent, and waits for no resource. Only listeners whose names begin with `ignored_listener` may wait.
 /// Without `parent`, it must have at least one listener.
 pub async fn check_takeover(
-    admin: Admin,
+    admin: &Admin,
     restart_epoch: u32,
     parent: Option<&ServingResources>,
     ignored_listener: &str,
@@ -175,7 +175,7 @@ fn check_names(
 }
 
 /// Lists the calls to the pod that Envoy has refused since its start. Returns None if Envoy does not count them.
-pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
+pub async fn refusals(admin: &Admin) -> Option<Vec<Problem>> {
     let page = admin.text(REFUSALS).await.ok()?;
     let counts = page.lines().filter_map(|line| line.rsplit_once(": "));
     let refused = counts.clone().filter(|(_, count)| *count != "0");
@@ -193,7 +193,7 @@ pub async fn refusals(admin: Admin) -> Option<Vec<Problem>> {
 
 /// Lists endpoints that neither Envoy nor the agent can connect to, and services without healthy ones. The agent
 /// dials because Envoy's count of failures never decreases.
-pub async fn endpoints(admin: Admin) -> Vec<Problem> {
+pub async fn endpoints(admin: &Admin) -> Vec<Problem> {
     let page = match admin.text("/clusters").await {
         Ok(page) => page,
         Err(reason) => {

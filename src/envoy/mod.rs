@@ -6,6 +6,7 @@
 
 mod active_requests;
 pub mod admin;
+mod admin_socket;
 mod base_id;
 pub mod command;
 pub mod crash;

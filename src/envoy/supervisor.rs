@@ -67,7 +67,7 @@ impl Supervisor {
     ) -> (Envoy, Self) {
         let (publish, report) = watch::channel(Report::default());
         let (sender, orders) = mpsc::channel(MAX_ORDERS);
-        let envoy = Envoy::new(config.admin, report, sender);
+        let envoy = Envoy::new(config.admin.clone(), report, sender);
         let supervisor = Self {
             machine: Machine::new(config.limits),
             instance: None,
@@ -290,7 +290,7 @@ impl Supervisor {
         }
         let instance = self.hot_restart.start()?;
         let restart_epoch = instance.launch.restart_epoch();
-        let live = self.config.admin.wait_until_live(restart_epoch);
+        let live = self.config.admin.clone().wait_until_live(restart_epoch);
         self.instance = Some(instance);
         self.spawn_task(Event::Live, live);
         Ok(())
@@ -441,7 +441,7 @@ impl Supervisor {
     /// Asks Envoy to drain, then replies to the drain order, if there is one.
     fn call_drain(&mut self, call: DrainCall) {
         self.drains.inc();
-        let (admin, inbound_only) = (self.config.admin, self.config.drain_inbound_only);
+        let (admin, inbound_only) = (self.config.admin.clone(), self.config.drain_inbound_only);
         let sender = self.drain_order.take();
         self.spawn_task(Event::Done(Step::DrainCall), async move {
             admin.drain(call, inbound_only).await;
@@ -453,7 +453,7 @@ impl Supervisor {
 
     /// Closes Envoy's listeners and waits for the running requests.
     fn close_listeners(&self) -> impl Future<Output = ()> + Send + use<> {
-        let (admin, inbound_only) = (self.config.admin, self.config.drain_inbound_only);
+        let (admin, inbound_only) = (self.config.admin.clone(), self.config.drain_inbound_only);
         let is_timed = matches!(self.config.limits.drain, Drain::For(_));
         let until_none = self.until_none(Active::Connections, LAST_PERIOD);
         async move {
@@ -473,7 +473,7 @@ impl Supervisor {
         active: Active,
         period: Duration,
     ) -> impl Future<Output = ()> + Send + use<> {
-        let (admin, publish) = (self.config.admin, self.publish.clone());
+        let (admin, publish) = (self.config.admin.clone(), self.publish.clone());
         let counting = Counting {
             active,
             period,

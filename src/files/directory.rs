@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Dir, Mode, OFlags, mkdirat, open, openat, renameat, unlinkat};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, fchmod, mkdirat, open, openat, renameat, unlinkat};
 use rustix::io::Errno;
 use zeroize::Zeroizing;
 
@@ -48,6 +48,29 @@ impl Directory {
         name: &str,
         creates: bool,
     ) -> io::Result<Self> {
+        let (directory, is_new) = Self::below(parent, name, creates)?;
+        if is_new && user != own_user() {
+            fchown(&directory, Some(user), Some(user))?;
+        }
+        check_private(name, &directory, user)?;
+        Ok(Self(directory))
+    }
+
+    /// Like [`Self::private_to`], and creates the directory. A process of root takes it from another owner.
+    pub(crate) fn owned_by(user: u32, parent: &Path, name: &str) -> io::Result<Self> {
+        let (directory, _) = Self::below(parent, name, true)?;
+        if own_user() == 0 {
+            if directory.metadata()?.uid() != user {
+                fchown(&directory, Some(user), Some(user))?;
+            }
+            fchmod(&directory, Mode::RWXU)?;
+        }
+        check_private(name, &directory, user)?;
+        Ok(Self(directory))
+    }
+
+    /// Opens the directory `name` below `parent`. Returns true if it was created.
+    fn below(parent: &Path, name: &str, creates: bool) -> io::Result<(File, bool)> {
         let parent = Self::open(parent)?;
         let is_new = creates
             && match mkdirat(&parent.0, name, Mode::RWXU) {
@@ -55,12 +78,7 @@ impl Directory {
                 created => created.map(|()| true)?,
             };
         let flags = DIRECTORY | OFlags::NOFOLLOW;
-        let directory = File::from(openat(&parent.0, name, flags, Mode::empty())?);
-        if is_new && user != own_user() {
-            fchown(&directory, Some(user), Some(user))?;
-        }
-        check_private(name, &directory, user)?;
-        Ok(Self(directory))
+        Ok((openat(&parent.0, name, flags, Mode::empty())?.into(), is_new))
     }
 
     /// Lists the names in the directory.

@@ -24,8 +24,8 @@ pub struct Difference {
 /// A property of a pod that a row is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// A variable, flag, annotation or member of ProxyConfig with a value other than 0 and false. Several
-    /// ones, separated by spaces, must all have such a value.
+    /// A variable, flag, annotation or member of ProxyConfig with a value other than 0 and false, or `NAME=VALUE` for
+    /// one value. Several ones, separated by spaces, must all have such a value.
     Set(&'static str),
     /// A problem with this code. Other problems belong to the row of `SETTING_INVALID`.
     Problem(&'static Code),
@@ -77,8 +77,8 @@ differences! {
     VARIABLE_WITHOUT_EFFECT: Ok, [VariableWithoutEffect], "some variables of pilot-agent set Go's runtime, Google's credentials or limits of sockets", "this agent accepts them without effect; [settings](settings.md) has the reasons";
     FLAG_WITHOUT_EFFECT: Ok, [Set("--log_stacktrace_level"), Set("--vklog"), Set("UNSAFE_PILOT_ENABLE_RUNTIME_ASSERTIONS"), Set("--log_rotate"), Set("--log_rotate_max_age"), Set("--log_rotate_max_backups"), Set("--log_rotate_max_size")], "these settings of pilot-agent, some of them of older releases, set stack traces, further logs, internal assertions and rotated log files", "this agent accepts them without effect";
     BOOTSTRAP_TEMPLATE: Warning, [Problem(codes::BOOTSTRAP_TEMPLATE_SET)], "pilot-agent executes a custom bootstrap template in Go's template language (`proxyBootstrapTemplatePath`, `ISTIO_BOOTSTRAP`)", "this agent rejects it by name and does not start", "pods with a custom template do not start: use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`";
-    ADMIN_SOCKET: Warning, [Problem(codes::ADMIN_SOCKET_UNSUPPORTED)], "pilot-agent 1.31 ignores `ISTIO_ENVOY_ADMIN_TRANSPORT=UDS`, and Envoy's admin port stays open", "this agent does not start with this value", "pods with this value do not start: set it to `TCP`, or remove it";
-    LATER_RELEASE: Ok, [Problem(codes::SETTING_OF_LATER_RELEASE)], "pilot-agent 1.31 silently ignores `PROXY_READINESS_PROBE_TIMEOUT`, a setting of later releases", "this agent ignores it too, and names it in the log";
+    ADMIN_SOCKET: Warning, [Set("ISTIO_ENVOY_ADMIN_TRANSPORT=UDS"), Set("ISTIO_AGENT_ADMIN_SOCKET"), Problem(codes::ADMIN_SOCKET_UNSUPPORTED)], "pilot-agent 1.31 ignores `ISTIO_ENVOY_ADMIN_TRANSPORT=UDS`, and Envoy's admin port stays open", "this agent moves Envoy's admin interface to a Unix socket with this value or with `ISTIO_AGENT_ADMIN_SOCKET`, and does not start where later releases reject the value", "`istioctl` up to 1.31 cannot read such a pod: use `kubectl exec POD -c istio-proxy -- pilot-agent request GET config_dump > FILE` and `istioctl proxy-config ... --file FILE`";
+    READINESS_TIMEOUT: Ok, [Set("PROXY_READINESS_PROBE_TIMEOUT")], "pilot-agent 1.31 ignores `PROXY_READINESS_PROBE_TIMEOUT`, a setting of later releases", "this agent uses it as those releases do";
     CONFIGURATION_ERROR: Warning, [Problem(codes::SETTING_INVALID)], "pilot-agent reports the first configuration error, and reads some values of the wrong form as zero", "this agent reports all errors at once, with member and line. A value of the wrong form is an error", "a pod with such a value does not start: `preflight` lists the value";
     STATUS_PORT_VALUE: Ok, [Problem(codes::STATUS_PORT_ANNOTATION)], "pilot-agent switches the status port off if `status.sidecar.istio.io/port` is not a number", "this agent logs a warning and uses the configured port";
     STATISTICS_INTERVALS: Ok, [Set("sidecar.istio.io/statsFlushInterval"), Set("sidecar.istio.io/statsEvictionInterval")], "pilot-agent writes the flush interval in Go's notation, which Envoy rejects below a second and from a minute on. It rounds the eviction interval down to seconds, and crashes at a flush interval of zero with an eviction interval", "this agent writes exact intervals in seconds, and does not crash";

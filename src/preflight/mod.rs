@@ -226,10 +226,14 @@ impl Findings<'_> {
     /// Adds the rows of settings that have another effect in this agent.
     fn settings(&mut self, given: &Value) {
         let is_set = |name: &str| {
+            let (name, wanted) = name.split_once('=').map_or((name, None), |(n, v)| (n, Some(v)));
             let path = format!("/{}", name.replace('.', "/"));
             let value = given.get(name).or_else(|| given.pointer(&path));
             let text = value.map_or_else(String::new, |value| value.to_string().replace('"', ""));
-            !["", "0", "false"].contains(&text.as_str())
+            match wanted {
+                Some(wanted) => text == wanted,
+                None => !["", "0", "false"].contains(&text.as_str()),
+            }
         };
         for row in TABLE {
             let settings = row.selectors.iter().filter_map(|selector| match selector {

@@ -93,9 +93,10 @@ fn each_setting_of_the_table_exists_and_selects_its_row() {
                 _ if names.contains('/') => vec![pod(&[], json!({}), json!({*names: "1"}))],
                 _ if names.starts_with(char::is_uppercase) => {
                     let mut rows = environment::rows();
-                    let is_known = rows.any(|row| row.name == *names) || others.contains(names);
+                    let (name, value) = names.split_once('=').unwrap_or((names, "1"));
+                    let is_known = rows.any(|row| row.name == name) || others.contains(&name);
                     assert!(is_known, "{names}");
-                    vec![pod(&[], json!({*names: "1"}), json!({}))]
+                    vec![pod(&[], json!({name: value, "ISTIO_NATIVE_SIDECAR": "true"}), json!({}))]
                 }
                 _ => members.map(|text| pod(&[], json!({"PROXY_CONFIG": text}), json!({}))).into(),
             };
@@ -213,6 +214,14 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             &[],
             json!({"ISTIO_ENVOY_ADMIN_TRANSPORT": "UDS", "ISTIO_NATIVE_SIDECAR": "true"}),
             none(),
+            Warning,
+            "ISTIO_ENVOY_ADMIN_TRANSPORT=UDS",
+            "ADMIN_SOCKET",
+        ),
+        (
+            &[],
+            json!({"ISTIO_ENVOY_ADMIN_TRANSPORT": "UDS"}),
+            none(),
             Error,
             "ISTIO_ENVOY_ADMIN_TRANSPORT",
             "ADMIN_SOCKET",
@@ -221,9 +230,9 @@ fn each_kind_of_difference_of_a_proxy_is_found() {
             &[],
             json!({"PROXY_READINESS_PROBE_TIMEOUT": "5s"}),
             none(),
-            Warning,
+            Ok,
             "PROXY_READINESS_PROBE_TIMEOUT",
-            "LATER_RELEASE",
+            "READINESS_TIMEOUT",
         ),
         (&[], json!({"OUTPUT_CERTS": "/certs"}), none(), Ok, "OUTPUT_CERTS", "OUTPUT_CERTS"),
         (&[], json!({"PROV_CERT": "/certs"}), none(), Ok, "PROV_CERT", "EXPIRED_TOKEN"),

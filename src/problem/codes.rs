@@ -34,8 +34,7 @@ codes! {
     WORKLOAD_KEY_SIZE: "`WORKLOAD_RSA_KEY_SIZE` is not a size that the agent supports", "the agent does not start", "remove the variable: an ECDSA key is smaller and faster";
     STATUS_PORT_ANNOTATION: "the annotation `status.sidecar.istio.io/port` is not a port", "the annotation is ignored", "";
     BOOTSTRAP_TEMPLATE_SET: "a setting names a template for Envoy's bootstrap", "the agent does not start", "use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`; the agent does not read templates";
-    ADMIN_SOCKET_UNSUPPORTED: "`ISTIO_ENVOY_ADMIN_TRANSPORT` is not `TCP`: a Unix socket in place of Envoy's admin port is not supported yet", "the agent does not start, because Envoy's admin port (15000) would stay open", "set it to `TCP` or remove it: the annotation `sidecar.istio.io/adminTransport`, or `proxyMetadata` of the mesh; `--protect-admin` closes the port to applications";
-    SETTING_OF_LATER_RELEASE: "a setting of a later release of Istio is not known to this one", "the setting is ignored", "";
+    ADMIN_SOCKET_UNSUPPORTED: "Envoy's admin interface cannot be on a Unix socket with the settings of this pod", "the agent does not start, because Envoy's admin port (15000) would stay open", "correct the settings that the message names, or remove `ISTIO_ENVOY_ADMIN_TRANSPORT` (the annotation `sidecar.istio.io/adminTransport`) or `ISTIO_AGENT_ADMIN_SOCKET`";
     LOAD_STATS_CONFIG_INVALID: "`ISTIO_META_LOAD_STATS_CONFIG_JSON` is not a JSON object", "the agent does not start", "";
     }
     "Envoy" {
@@ -50,6 +49,7 @@ codes! {
     ENVOY_NOT_STARTED: "the agent has not started Envoy yet", "no traffic passes", "wait: the agent first asks the cloud's metadata service; set `CLOUD_PLATFORM=none` if it hangs";
     ENVOY_STOPPING: "Envoy drains or stops", "it drains or stops: new connections are refused", "none if the pod is being deleted";
     ENVOY_EXITED: "Envoy exited without an error, and the agent did not ask it to", "the agent exits, too", "find who called Envoy's `/quitquitquit` or sent SIGTERM";
+    ADMIN_SOCKET_UNUSABLE: "Envoy's admin interface cannot listen on its Unix socket", "Envoy does not start", "remove what is in the place of the socket; give each agent another `configPath`";
     ENVOY_HANGS: "Envoy's process runs, and its admin port does not answer", "", "restart the container; `proxyAdminPort` of ProxyConfig must be the admin port of Envoy's bootstrap";
     STANDBY_UNUSABLE: "the two containers of a pod that run this agent cannot take over from each other", "the agent does not start", "mount the same volume in memory at `/etc/istio/proxy` in both containers, and run both as the same user (`docs/operations/standby.md`)";
     STANDBY_ABSENT: "the other container of the pod is not connected to the agent that serves", "if this container ends, traffic is cut until it has restarted", "see the state and the log of the other container";

@@ -2,7 +2,6 @@
 //! parsed while they arrive, and little of each cluster is stored.
 
 use std::io::{self, BufReader};
-use std::net::SocketAddr;
 
 use bytes::Bytes;
 use futures_util::stream;
@@ -14,7 +13,8 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::io::{StreamReader, SyncIoBridge};
 
 use super::{BLACK_HOLE, PASSTHROUGH};
-use crate::net::http_client::{Body, Client, http_url};
+use crate::envoy::admin::Address;
+use crate::net::http_client::{Body, http_url};
 use crate::runtime::lifecycle::BoxError;
 
 /// The filter chain for connections to no service.
@@ -29,10 +29,10 @@ pub(super) struct Error {
     source: BoxError,
 }
 
-/// Envoy's admin port, and the deadline of all its responses.
-#[derive(Clone, Copy)]
+/// The address of Envoy's admin interface, and the deadline of all its responses.
+#[derive(Clone)]
 pub(super) struct Admin {
-    pub(super) address: SocketAddr,
+    pub(super) address: Address,
     pub(super) until: Instant,
 }
 
@@ -99,7 +99,7 @@ impl From<Value> for Outbound {
 }
 
 impl Admin {
-    pub(super) async fn counters(self) -> Result<Vec<Counters>, Error> {
+    pub(super) async fn counters(&self) -> Result<Vec<Counters>, Error> {
         #[derive(Deserialize)]
         struct Page {
             cluster_statuses: Option<Vec<Counters>>,
@@ -108,7 +108,7 @@ impl Admin {
         Ok(page.cluster_statuses.unwrap_or_default())
     }
 
-    pub(super) async fn outbound(self) -> Result<Vec<Outbound>, Error> {
+    pub(super) async fn outbound(&self) -> Result<Vec<Outbound>, Error> {
         #[derive(Deserialize)]
         struct Page {
             configs: Option<Vec<Outbound>>,
@@ -120,14 +120,14 @@ impl Admin {
     }
 
     /// Returns the bytes that Envoy has allocated.
-    pub(super) async fn memory(self) -> Result<u64, Error> {
+    pub(super) async fn memory(&self) -> Result<u64, Error> {
         let page: Value = self.stream("/memory").await?;
         let allocated = page["allocated"].as_str().and_then(|it| it.parse().ok());
         Ok(allocated.unwrap_or_default())
     }
 
     /// Returns true if connections to no service are blocked.
-    pub(super) async fn is_registry_only(self) -> Result<bool, Error> {
+    pub(super) async fn is_registry_only(&self) -> Result<bool, Error> {
         let path = "/config_dump?resource=dynamic_listeners&name_regex=^virtualOutbound$";
         let page: Value = self.stream(path).await?;
         let list = page.pointer("/configs/0/active_state/listener/filter_chains");
@@ -141,7 +141,7 @@ impl Admin {
 
     /// Returns how many connections and requests Istio's metrics count to [`PASSTHROUGH`] and [`BLACK_HOLE`]:
     /// none in Envoys without Istio's filters.
-    pub(super) async fn unknown_service_counts(self) -> Result<[u64; 2], Error> {
+    pub(super) async fn unknown_service_counts(&self) -> Result<[u64; 2], Error> {
         let path = "/stats/prometheus?usedonly&filter=(PassthroughCluster|BlackHoleCluster)";
         let failed = |source| Error { path, source };
         let mut body = self.open(path).await.map_err(failed)?;
@@ -162,13 +162,13 @@ impl Admin {
 
     /// Parses JSON while it arrives, on a blocking thread, because that takes a while.
     async fn stream<T: DeserializeOwned + Send + 'static>(
-        self,
+        &self,
         path: &'static str,
     ) -> Result<T, Error> {
         let failed = |source| Error { path, source };
-        let body = self.open(path).await.map_err(failed)?;
+        let (body, until) = (self.open(path).await.map_err(failed)?, self.until);
         let chunks = stream::unfold(body, move |mut body| async move {
-            let chunk = match timeout_at(self.until, body.chunk()).await {
+            let chunk = match timeout_at(until, body.chunk()).await {
                 Ok(chunk) => chunk?.map_err(io::Error::other),
                 Err(late) => Err(late.into()),
             };
@@ -180,10 +180,10 @@ impl Admin {
         parsed.map_err(|panic| failed(panic.into()))?.map_err(|error| failed(error.into()))
     }
 
-    async fn open(self, path: &'static str) -> Result<Body, BoxError> {
+    async fn open(&self, path: &'static str) -> Result<Body, BoxError> {
         let mut request = Request::new(Bytes::new());
-        *request.uri_mut() = http_url(&format!("http://{}{path}", self.address))?;
-        let response = timeout_at(self.until, Client::default().send(request)).await??;
+        *request.uri_mut() = http_url(&self.address.url(path))?;
+        let response = timeout_at(self.until, self.address.client().send(request)).await??;
         match response.status() {
             StatusCode::OK => Ok(response.into_body()),
             status => Err(format!("it answers with status {status}").into()),

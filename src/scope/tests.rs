@@ -8,6 +8,7 @@ use serde_json::json;
 
 use super::advice::{self, Keep, merge};
 use super::*;
+use crate::envoy::admin::Address;
 use crate::runtime::lifecycle::with_causes;
 
 const KEEP_LOOKED_UP: Keep = Keep { hosts: Vec::new(), looked_up: true };
@@ -192,7 +193,7 @@ fn admin(pages: Vec<String>) -> Admin {
             let _ = write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{page}");
         }
     });
-    Admin { address, until: clock::after(LIMIT) }
+    Admin { address: Address::Port(address), until: clock::after(LIMIT) }
 }
 
 #[tokio::test]
@@ -252,7 +253,7 @@ async fn traffic_to_no_known_service_is_counted_from_istios_metrics() {
 async fn an_envoy_that_does_not_answer_is_named_in_time() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let admin = Admin {
-        address: listener.local_addr().expect("an address"),
+        address: Address::Port(listener.local_addr().expect("an address")),
         until: clock::after(Duration::from_millis(50)),
     };
     let error = admin.outbound().await.err().expect("no answer");

@@ -104,6 +104,10 @@ pub struct Config {
     pub application_host: String,
     pub probers: Probers,
     pub probes: probe::Config,
+    /// False to answer 404 on `/drain` and `/quitquitquit`.
+    pub has_control: bool,
+    /// The time limit of each request to Envoy for a readiness probe.
+    pub readiness_query: Duration,
     /// The bootstrap of gRPC applications.
     pub grpc_bootstrap: Option<PathBuf>,
     /// Users that may read debug pages, in addition to root and the agent's own. None admits every user.
@@ -193,7 +197,11 @@ impl Router {
                 variable: "ISTIO_AGENT_CONTROL_USERS",
                 users: config.control_users.clone(),
             },
-            ready: Readiness::new(config.grpc_bootstrap.clone(), sources.clone()),
+            ready: Readiness::new(
+                config.grpc_bootstrap.clone(),
+                config.readiness_query,
+                sources.clone(),
+            ),
             probes: AppProbes::new(config)?,
             sources,
             page_lock: Arc::default(),
@@ -220,6 +228,7 @@ impl Router {
         }
         let media_type = reply::preferred_media_type(&head.headers);
         match path.as_str() {
+            "/quitquitquit" | "/drain" if !self.probes.config.has_control => reply::not_found(),
             "/healthz/ready" => match self.ready.check_and_log().await {
                 Ok(()) => plain(StatusCode::OK, ""),
                 Err(missing) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")),

@@ -56,6 +56,8 @@ pub(super) fn sources(stop: Stop, scrape: Scrape, metrics: Registry) -> Sources 
 
 pub(super) fn config(probers: Probers) -> Config {
     Config {
+        has_control: true,
+        readiness_query: Duration::from_secs(3),
         port: 15020,
         metrics_localhost_only: false,
         application_host: "127.0.0.1".to_owned(),

@@ -81,6 +81,8 @@ pub struct Sources {
     pub version: String,
     /// The source of ports, bootstrap paths and Envoy's path.
     pub proxy_config: ProxyConfig,
+    /// The socket of Envoy's admin interface. None for a port.
+    pub admin_socket: Option<PathBuf>,
     /// The effective configuration, which is stored if no agent answers.
     pub config: Value,
 }
@@ -150,11 +152,7 @@ pub async fn collect(
     let (text, json) = doctor.await;
     bundle.text("doctor.txt", Lines, &text);
     bundle.text("doctor.json", OwnJson, &format!("{json:#}"));
-    tokio::join!(
-        bundle.agent(sources),
-        bundle.pages(sources.proxy_config.admin_port(), &ENVOY_PAGES),
-        bundle.machine(sources),
-    );
+    tokio::join!(bundle.agent(sources), bundle.envoy(sources), bundle.machine(sources),);
     let problems = bundle.problems.take();
     if !problems.is_empty() {
         let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
@@ -175,12 +173,24 @@ impl Bundle {
         }
     }
 
+    async fn envoy(&self, sources: &Sources) {
+        match &sources.admin_socket {
+            Some(path) => {
+                self.pages_of(&Client::of_socket(path), "localhost", &ENVOY_PAGES).await;
+            }
+            None => self.pages(sources.proxy_config.admin_port(), &ENVOY_PAGES).await,
+        }
+    }
+
+    async fn pages(&self, port: u16, pages: &[Page]) {
+        self.pages_of(&Client::default(), &format!("localhost:{port}"), pages).await;
+    }
+
     /// Fetches pages one after the other, because Envoy makes one at a time. Ends after the first page without an
     /// answer.
-    async fn pages(&self, port: u16, pages: &[Page]) {
+    async fn pages_of(&self, client: &Client, server: &str, pages: &[Page]) {
         for &(name, path, form) in pages {
-            let url = format!("http://localhost:{port}{path}");
-            match self.request(&url).await {
+            match self.request(client, &format!("http://{server}{path}")).await {
                 Ok(answer) if answer.status() == StatusCode::OK => {
                     self.page(name, form, answer.into_body()).await;
                 }
@@ -199,10 +209,10 @@ impl Bundle {
         }
     }
 
-    async fn request(&self, url: &str) -> io::Result<Response<Body>> {
+    async fn request(&self, client: &Client, url: &str) -> io::Result<Response<Body>> {
         let built = Request::get(url).body(Bytes::new());
         let request = built.map_err(io::Error::other)?;
-        let answer = in_time(self.until, Client::default().send(request)).await?;
+        let answer = in_time(self.until, client.send(request)).await?;
         answer.map_err(io::Error::other)
     }
 

@@ -195,6 +195,7 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
     // Nothing listens on these two ports, so they refuse connections.
     let sources = Sources {
         version: "1.2.3".to_owned(),
+        admin_socket: None,
         proxy_config: ProxyConfig {
             status_port: 1,
             proxy_admin_port: 2,

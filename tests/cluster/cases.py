@@ -946,6 +946,35 @@ def the_agents_own_commands_and_pages_answer_in_a_pod(world):
     return f"{len(files)} files in the support bundle, {report['pods']} pods asked by the script"
 
 
+@case(10)
+def envoys_admin_interface_is_on_a_socket_and_its_port_is_closed(world):
+    own = config(ISTIO_AGENT_ADMIN_SOCKET="true")
+    kinds = {"usual": USUAL | own, "native": NATIVE | own, "tproxy": {"sidecar.istio.io/interceptionMode": "TPROXY"} | own,
+             "istios": NATIVE | config(ISTIO_ENVOY_ADMIN_TRANSPORT="UDS", ISTIO_NATIVE_SIDECAR="true")}
+    names = [f"socket-{kind}" for kind in kinds]
+    for name, annotations in zip(names, kinds.values()):
+        world.deploy(name, OURS, annotations=annotations)
+    world.rolled_out(*names)
+    for name in names:
+        with Load(world, f"http://{name}:8080/", *CLIENTS) as load:
+            expect_healthy(world, f"deploy/{name}", OURS)
+            configuration_flows(world, name)
+            expect("an answer at port 15000", "", world.exec(
+                f"deploy/{name}", "/application", "get", "http://127.0.0.1:15000/ready", fails=True))
+        load.expect_none_failed()
+    with tempfile.NamedTemporaryFile("w") as dump:
+        dump.write(world.admin(f"deploy/{names[0]}", "config_dump"))
+        dump.flush()
+        expect("istioctl reads the saved configuration", True, "BlackHoleCluster" in world.istioctl(
+            "proxy-config", "clusters", "--file", dump.name))
+    injected_gateway(world, "socket-gateway", OURS, names[0], **own)
+    world.rolled_out("socket-gateway")
+    expect("state of the gateway's Envoy", True, '"LIVE"' in world.admin("deploy/socket-gateway", "server_info"))
+    world.kubectl("delete", "--wait=false", "deploy", *names, "socket-gateway")
+    world.kubectl("delete", "gateways.networking.istio.io/socket-gateway", "virtualservices/socket-gateway")
+    return f"{', '.join(kinds)} and a gateway"
+
+
 # Texts that differ between pods or builds: serial numbers, times and Istio's version.
 OWN = re.compile(r"\b[0-9a-f]{32}\b|\d{4}-\d\d-\d\dT\S+|\(RDS .*\)|unknown|\b1\.\d+\.\d+")
 

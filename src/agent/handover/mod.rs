@@ -154,7 +154,7 @@ impl Holder {
         let started = report.wait_for(|now| now.state > State::Starting);
         let _ = timeout(START_LIMIT, started).await;
         // The page is missing if an earlier successor has taken the admin port and failed.
-        let serving = ServingResources::read(self.envoy.admin())
+        let serving = ServingResources::read(&self.envoy.admin())
             .await
             .inspect_err(|why| {
                 tracing::warn!("handing over without a comparison of listeners and secrets: {why}");
@@ -353,7 +353,8 @@ impl Successor {
         let (restart_epoch, serving) = (parent.restart_epoch, parent.serving.as_ref());
         let ready = async {
             let admin = self.holder.envoy.admin();
-            while let Err(missing) = check_takeover(admin, restart_epoch, serving, gate::NAME).await
+            while let Err(missing) =
+                check_takeover(&admin, restart_epoch, serving, gate::NAME).await
             {
                 why = missing;
                 sleep(CHECK_INTERVAL).await;

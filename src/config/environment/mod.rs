@@ -168,6 +168,10 @@ variables! {
     ISTIO_DUAL_STACK: bool = "false", "Envoy binds both address families if the pod has both.", Same;
     ISTIO_META_ENABLE_SELF_DISCOVERY: bool = "false", "The bootstrap names Envoy's local cluster.", Same;
     PEER_METADATA_DISCOVERY: bool = "false", "Loads Envoy's extension for peer metadata discovery. If unset, ENABLE_HBONE decides.", Same;
+    ISTIO_ENVOY_ADMIN_TRANSPORT: String = "TCP", "Address of Envoy's admin interface: TCP (proxyAdminPort), or UDS (the Unix socket admin/admin.sock below configPath; needs ISTIO_NATIVE_SIDECAR). A setting of later releases of Istio.", Own;
+    ISTIO_NATIVE_SIDECAR: bool = "false", "The sidecar is an init container that restarts. Only read with ISTIO_ENVOY_ADMIN_TRANSPORT=UDS. A setting of later releases of Istio.", Own;
+    ISTIO_AGENT_ADMIN_SOCKET: bool = "false", "Moves Envoy's admin interface to the same Unix socket, in all kinds of pods ([page](operations/admin-socket.md)).", Own;
+    PROXY_READINESS_PROBE_TIMEOUT: Duration = "3s", "Time limit of each request to Envoy for a readiness probe. A setting of later releases of Istio.", Own;
     EXIT_ON_ZERO_ACTIVE_CONNECTIONS: bool = "false", "The drain ends when Envoy's last connection is closed.", Same;
     MINIMUM_DRAIN_DURATION: Duration = "5s", "Minimum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true.", Same;
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Maximum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits the drain.", Own;

@@ -70,15 +70,14 @@ pub(super) fn merge(
     apply_late_annotations(&mut merged, annotations);
     apply_discovery_addresses(&mut merged, env);
     apply_template(&mut merged, flags, env, root);
-    check_later_settings(&mut merged, env);
     merged
 }
 
-/// Reads the status port, which no flag changes. [`merge`] reports the problems.
-pub(super) fn status_port(env: &Environment, root: &Path, annotations: &Pairs) -> Option<u16> {
+/// Merges the sources without flags. [`merge`] reports the problems.
+pub(super) fn proxy_config(env: &Environment, root: &Path, annotations: &Pairs) -> ProxyConfig {
     let mut merged = merge_without_flags(Path::new(MESH_CONFIG), env, root, annotations);
     apply_late_annotations(&mut merged, annotations);
-    merged.config.agent_port()
+    merged.config
 }
 
 /// Merges files, environment and annotations.
@@ -177,26 +176,6 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
     if is_foreign_template(&variable) {
         let problem = Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected);
         merged.notes.add(problem);
-    }
-}
-
-/// Checks settings of later releases of Istio. The agent does not start with another transport than TCP, because it
-/// cannot close Envoy's admin port. ISTIO_NATIVE_SIDECAR, which the same releases set, has no effect.
-fn check_later_settings(merged: &mut Merged, env: &Environment) {
-    const TRANSPORT: &str = "ISTIO_ENVOY_ADMIN_TRANSPORT";
-    const PROBE_TIMEOUT: &str = "PROXY_READINESS_PROBE_TIMEOUT";
-    let transport = env.text(TRANSPORT).unwrap_or_default().trim();
-    let has_port = !env.get(&environment::DISABLE_ENVOY);
-    if has_port && !transport.is_empty() && !transport.eq_ignore_ascii_case("TCP") {
-        let code = codes::ADMIN_SOCKET_UNSUPPORTED;
-        let problem = Problem::value(code, TRANSPORT, transport, "TCP");
-        merged.notes.add(problem);
-    }
-    if env.text(PROBE_TIMEOUT).is_some() {
-        let code = codes::SETTING_OF_LATER_RELEASE;
-        let found = "this release has fixed limits for readiness queries to Envoy";
-        let problem = Problem::new(code, PROBE_TIMEOUT, found);
-        merged.notes.warnings.push(problem);
     }
 }
 

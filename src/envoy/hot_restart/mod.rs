@@ -19,7 +19,8 @@ use tokio::net::UnixDatagram;
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep};
 
-use super::admin::Admin;
+use super::admin::{Address, Admin};
+use super::admin_socket;
 use super::base_id::BaseId;
 use super::command::{Mode, Takeover};
 use super::handle::{Method, Outcome, Restart};
@@ -132,7 +133,7 @@ impl HotRestart {
             is_on,
             limits: config.hot_restart.unwrap_or_default(),
             prepare,
-            admin: config.admin,
+            admin: config.admin.clone(),
             directory: config.shared_directory.clone(),
             machine: Machine::new(),
             next_epoch: 0,
@@ -419,7 +420,7 @@ impl HotRestart {
         let number = self.next_epoch;
         tracing::info!("starting Envoy epoch {number}, which takes over the sockets (hot restart)");
         let successor = self.start_instance(launch)?;
-        let live = self.admin.wait_until_live(successor.launch.restart_epoch());
+        let live = self.admin.clone().wait_until_live(successor.launch.restart_epoch());
         self.cancel_tasks();
         self.spawn_task(Completion::Live, live);
         self.spawn_task(Completion::SuccessorDeadline, sleep(self.limits.live));
@@ -431,6 +432,11 @@ impl HotRestart {
     /// Starts an Envoy that is not a successor of this agent's Envoys: the first one, or another one after an exit.
     pub(super) fn start(&mut self) -> Result<Instance, BoxError> {
         let launch = self.next_launch()?;
+        if let Address::Socket(path) = &self.admin.address
+            && launch.restart_epoch() == 0
+        {
+            admin_socket::prepare(path, launch.prepared.command.run_as())?;
+        }
         if self.next_epoch == 0 {
             let command = &launch.prepared.command;
             let arguments = command.arguments(&launch.mode).join(" ");
@@ -451,8 +457,7 @@ impl HotRestart {
             // The first Envoy.
             None => (self.prepare)(0)?.into(),
         };
-        let user = prepared.command.user;
-        let user = user.unwrap_or_else(|| rustix::process::geteuid().as_raw());
+        let user = prepared.command.run_as();
         let takeover = prepared.takeover.clone().filter(|_| self.next_epoch == 0);
         let base_id = match &takeover {
             Some(takeover) => {
@@ -555,7 +560,7 @@ impl HotRestart {
         self.last = Some(Restart::begin(self.reason));
         let limit = self.limits.check;
         let launch = self.launch.clone();
-        let check = check_inputs(self.prepare.clone(), self.next_epoch, launch, self.admin);
+        let check = check_inputs(self.prepare.clone(), self.next_epoch, launch, self.admin.clone());
         self.cancel_tasks();
         self.tasks.spawn(async move {
             let problem = match tokio::time::timeout(limit, check).await {

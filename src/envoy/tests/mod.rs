@@ -92,7 +92,7 @@ impl Stage {
     /// Adds a fake admin port.
     async fn with_admin(mut self, behaviour: Behaviour) -> (Self, FakeAdmin) {
         let admin = FakeAdmin::start(behaviour).await;
-        self.config.admin.address.set_port(admin.port);
+        self.config.admin.address = admin::Address::Port((Ipv4Addr::LOCALHOST, admin.port).into());
         (self, admin)
     }
 

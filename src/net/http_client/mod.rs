@@ -1,4 +1,4 @@
-//! Sends HTTP requests over TCP or TLS, directly or through HTTP proxies.
+//! Sends HTTP requests over TCP or TLS, directly or through HTTP proxies, or over a Unix socket.
 //!
 //! Requests are HTTP/1.1, or HTTP/2 where TLS negotiates it. [`Client::fetch`] reads a complete response
 //! within limits of time and size. [`Client::send`] returns once the head has arrived; its caller reads
@@ -13,6 +13,7 @@ mod stream;
 
 use std::error::Error as StdError;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,6 +27,7 @@ use hyper_util::client::legacy;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
+use tokio::net::UnixStream;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_util::either::Either;
@@ -62,6 +64,8 @@ pub struct Config {
     pub redirects: Redirects,
     /// True to pool connections. An idle connection is closed after 90 s.
     pub keeps_connections: bool,
+    /// The Unix socket to which all `http` requests go, whatever their host is.
+    pub socket: Option<Arc<Path>>,
 }
 
 /// Sends requests. Clones share pooled connections and the record of failed addresses.
@@ -96,6 +100,12 @@ pub enum Error {
     Url { found: String },
     #[error(transparent)]
     Connect(#[from] dial::Error),
+    #[error("cannot connect to {}", .path.display())]
+    Socket {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
     #[error("the proxy {}:{} refused a connection to {authority}", .proxy.host, .proxy.port)]
     Proxy {
         proxy: Proxy,
@@ -135,6 +145,11 @@ impl Client {
     pub fn new(config: Config) -> Self {
         let (config, tasks) = (Arc::new(config), Arc::<ConnectionTasks>::default());
         Self { pool: create_pool(&config, &tasks, None), config, tasks }
+    }
+
+    /// Returns a client that sends all `http` requests to this Unix socket.
+    pub fn of_socket(path: &Path) -> Self {
+        Self::new(Config { socket: Some(path.into()), ..Config::default() })
     }
 
     /// Sends a request and reads the complete response, within `limit`. Fails if the body has more than
@@ -268,6 +283,12 @@ impl Config {
     /// Connects to the host of a URL, through its proxy if there is one, with TLS for `https`.
     async fn connect(&self, uri: &Uri) -> Result<Stream, Error> {
         let (host, port, is_tls) = self.target(uri)?;
+        if let Some(path) = &self.socket {
+            let connected = UnixStream::connect(path).await;
+            let stream =
+                connected.map_err(|source| Error::Socket { path: path.to_path_buf(), source })?;
+            return Ok(Stream { io: Either::Left(Either::Right(stream)), is_proxied: false });
+        }
         let authority = host_and_port(uri);
         let proxy = self.proxies.find(is_tls, host, port);
         let stream = match proxy {
@@ -297,7 +318,7 @@ impl Config {
                 let stream = TlsConnector::from(tls.clone()).connect(name, stream).await;
                 Either::Right(stream.map_err(|source| Error::Tls { authority, source })?)
             }
-            _ => Either::Left(stream),
+            _ => Either::Left(Either::Left(stream)),
         };
         let is_proxied = proxy.is_some() && !is_tls;
         Ok(Stream { io, is_proxied })

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 
 use hyper_util::client::legacy::connect::{Connected, Connection};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::time::Instant;
 use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
@@ -16,7 +16,7 @@ use tokio_util::either::Either;
 const PORTION: usize = 32 << 10;
 
 pub(super) struct Stream {
-    pub(super) io: Either<TcpStream, TlsStream<TcpStream>>,
+    pub(super) io: Either<Either<TcpStream, UnixStream>, TlsStream<TcpStream>>,
     /// True if the connection leads to a proxy that forwards requests.
     pub(super) is_proxied: bool,
 }

@@ -21,12 +21,16 @@ use crate::envoy::inspect;
 use crate::istiod::Status;
 use crate::metrics::Gauge;
 use crate::problem::{Problem, codes};
+use crate::runtime::clock::after;
 use crate::runtime::lifecycle::Urgency;
 use bootstrap_file::BootstrapFile;
 
 /// The pauses between two checks of an Envoy that starts: in the [`EARLY_PHASE`], and later.
 const PAUSE: Duration = Duration::from_millis(25);
 const LONG_PAUSE: Duration = Duration::from_secs(1);
+/// The kubelet's limit for a probe in Istio's template, and the time that the rest of the answer takes.
+const PROBE_LIMIT: Duration = Duration::from_secs(3);
+const RESERVE: Duration = Duration::from_millis(300);
 /// The age of the agent from which a failed check asks Envoy what it waits for.
 const INSPECT_AFTER: Duration = Duration::from_secs(5);
 /// The time limit of this query to Envoy.
@@ -37,6 +41,8 @@ const EARLY_PHASE: Duration = Duration::from_secs(30);
 pub(super) struct Readiness {
     sources: Arc<Sources>,
     grpc: Option<BootstrapFile>,
+    /// The limit of a query to Envoy's admin interface.
+    query_limit: Duration,
     startup: Gauge,
     /// Locked during a query to Envoy's admin port.
     checks: Mutex<Checks>,
@@ -71,7 +77,7 @@ pub(super) enum NotReady {
 type Process = (u32, Option<i32>);
 
 impl Readiness {
-    pub(super) fn new(grpc: Option<PathBuf>, sources: Arc<Sources>) -> Self {
+    pub(super) fn new(grpc: Option<PathBuf>, query_limit: Duration, sources: Arc<Sources>) -> Self {
         let startup = sources.metrics.gauge(
             "istio_agent_startup_duration_seconds",
             "The time from the process starting to being marked ready.",
@@ -79,6 +85,7 @@ impl Readiness {
         Self {
             sources,
             grpc: grpc.map(BootstrapFile::new),
+            query_limit,
             startup,
             checks: Mutex::default(),
             logged: parking_lot::Mutex::default(),
@@ -99,7 +106,8 @@ impl Readiness {
 
     /// Checks like [`Self::check`], and adds to a failure the cause that another part of the agent knows.
     pub(super) async fn check_and_explain(&self) -> Result<(), String> {
-        let Err(missing) = self.check().await else {
+        let until = self.deadline();
+        let Err(missing) = self.check_until(until).await else {
             return Ok(());
         };
         let text = missing.to_string();
@@ -110,7 +118,7 @@ impl Readiness {
             NotReady::Explained(_) => None,
             // A failed call on a connection, such as a certificate request, does not explain a missing name table.
             NotReady::NoNameTable => self.istiod_failure(|status| status.connected.is_none()),
-            NotReady::Unexplained(_) => self.find_cause().await,
+            NotReady::Unexplained(_) => self.find_cause(until).await,
         };
         let suffix = cause.map_or_else(String::new, |cause| format!("; {cause}"));
         let text = text.trim_end();
@@ -118,18 +126,19 @@ impl Readiness {
     }
 
     /// Returns the cause that another part of the agent knows. None if Envoy has exited, which is the cause.
-    async fn find_cause(&self) -> Option<String> {
+    async fn find_cause(&self, until: Instant) -> Option<String> {
         let sources = &self.sources;
         let envoy = sources.envoy.as_ref()?;
         running_process(&envoy.report().borrow()).ok()?;
         let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
         let rejected = || Some(sources.discovery.snapshot().rejections().first()?.to_string());
         let known = self.istiod_failure(|_| true).or_else(certificate).or_else(rejected);
+        let limit = INSPECT_LIMIT.min(until.saturating_duration_since(Instant::now()));
         // Inspecting Envoy takes up to a second, and `pilot-agent wait` sends ten probes a second at the start.
-        if known.is_some() || sources.milestones.elapsed() < INSPECT_AFTER {
+        if known.is_some() || limit.is_zero() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
         }
-        let waits = inspect::warming(envoy.admin().within(INSPECT_LIMIT)).await;
+        let waits = inspect::warming(&envoy.admin().within(limit)).await;
         let mut all = waits.iter();
         let wait = all.find(|it| it.code != codes::ENVOY_NOT_INSPECTED);
         wait.map(ToString::to_string)
@@ -146,8 +155,17 @@ impl Readiness {
     /// Checks whether the pod is ready now. The error is the first reason why it is not. Records the milestones that
     /// are reached for the first time.
     pub(super) async fn check(&self) -> Result<(), NotReady> {
+        self.check_until(self.deadline()).await
+    }
+
+    /// Returns the time until which the answer to a probe must be known, so that it arrives before the kubelet gives up.
+    fn deadline(&self) -> Instant {
+        after(self.query_limit.max(PROBE_LIMIT).saturating_sub(RESERVE))
+    }
+
+    async fn check_until(&self, until: Instant) -> Result<(), NotReady> {
         if let Some(envoy) = &self.sources.envoy {
-            let checked = self.check_envoy(envoy).await;
+            let checked = self.check_envoy(envoy, until).await;
             checked.map_err(NotReady::Unexplained)?;
         }
         self.check_not_stopping().map_err(NotReady::Explained)?;
@@ -182,7 +200,7 @@ impl Readiness {
     }
 
     /// Checks Envoy, or returns the result of a query that has ended since this call.
-    async fn check_envoy(&self, envoy: &Envoy) -> Result<(), String> {
+    async fn check_envoy(&self, envoy: &Envoy, until: Instant) -> Result<(), String> {
         let process = running_process(&envoy.report().borrow())?;
         let begin = Instant::now();
         let mut checks = self.checks.lock().await;
@@ -197,21 +215,30 @@ impl Readiness {
         {
             return result.clone();
         }
-        let result = self.query(envoy, &mut checks).await;
+        let result = self.query(envoy, &mut checks, until).await;
         checks.last = Some((Instant::now(), result.clone()));
         result
     }
 
     /// Makes the checks of Envoy that it has not passed yet. Records those it passes, their milestones, and the time
     /// of the start.
-    async fn query(&self, envoy: &Envoy, checks: &mut Checks) -> Result<(), String> {
+    async fn query(
+        &self,
+        envoy: &Envoy,
+        checks: &mut Checks,
+        until: Instant,
+    ) -> Result<(), String> {
+        let admin = || {
+            let left = until.saturating_duration_since(Instant::now());
+            envoy.admin().within(self.query_limit.min(left))
+        };
         if !checks.is_configured {
-            stats::check_configured(envoy.admin()).await?;
+            stats::check_configured(&admin()).await?;
             checks.is_configured = true;
             self.sources.milestones.mark(startup::CONFIG_RECEIVED);
         }
         self.check_not_stopping()?;
-        stats::check_live(envoy.admin()).await?;
+        stats::check_live(&admin()).await?;
         checks.is_live = true;
         if self.sources.milestones.mark(startup::ENVOY_LIVE) {
             let took = self.sources.milestones.elapsed();

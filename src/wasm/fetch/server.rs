@@ -139,7 +139,7 @@ impl Config {
             tls,
             proxies: self.proxies.clone(),
             redirects,
-            keeps_connections: false,
+            ..http_client::Config::default()
         });
         Ok(Server { client, request_limit: self.request_limit, attempts: self.attempts, deadline })
     }

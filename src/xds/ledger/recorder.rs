@@ -319,7 +319,7 @@ impl Recorder {
         let (asks_envoy, awaits_answers) = (it.asks_envoy, !it.unanswered.is_empty());
         drop(state);
         if asks_envoy && request.rejection.is_some() {
-            self.asking.push(Box::pin(ask(cache.ledger.0.admin, type_of)));
+            self.asking.push(Box::pin(ask(cache.ledger.0.admin.clone(), type_of)));
         }
         self.may_need_stored |= request.rejection.is_some();
         if type_of == Type::CLUSTER && request.rejection.is_some() && (awaits_answers || asks_envoy)
@@ -435,7 +435,7 @@ async fn ask(admin: Option<Admin>, type_of: Type) -> (Type, Option<HashSet<NameD
         return (type_of, None);
     };
     let type_url = type_of.url();
-    let names = inspect::accepted_names(admin, type_url).await;
+    let names = inspect::accepted_names(&admin, type_url).await;
     let names = names.inspect_err(|error| {
         tracing::warn!(target: "xdsproxy", "cannot look for stored versions of {type_url}: {error}");
     });

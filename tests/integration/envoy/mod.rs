@@ -4,6 +4,7 @@
 //! directory. `ENVOY_BIN` or `PATH` gives the path of Envoy. Without Envoy the tests print that and are
 //! skipped; if the variable `CI` is set they fail.
 
+mod admin_socket;
 mod capture;
 mod certificates;
 mod discovery;

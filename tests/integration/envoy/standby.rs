@@ -17,7 +17,7 @@ use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Attempt, Backend, Fresh, Load, get, try_ask};
 use crate::support::names::name_table;
 use crate::support::namespace;
-use crate::support::pod::{Pod, Settings, ask};
+use crate::support::pod::{Pod, Settings, ask, ready};
 use crate::support::process::{Process, children_of, is_alive};
 use crate::support::programs::envoy_binary;
 use crate::support::resources::{cluster, endpoints, listener, routes};
@@ -600,6 +600,22 @@ async fn the_former_agent_serves_again_if_its_successor_is_killed() {
     let agent = &stage.pod.agent;
     agent.logs("no agent of this pod serves; taking over").await;
     stage.serves(FIRST).await;
+}
+
+#[tokio::test]
+async fn the_admin_socket_is_that_of_the_container_that_serves() {
+    let Some(envoy) = envoy_binary() else { return };
+    let with_socket = |_: &_| vec![("ISTIO_AGENT_ADMIN_SOCKET", "true".to_owned())];
+    let stage = Stage::serving_with(&envoy, with_socket).await;
+    stage.recorded_standby().await;
+    let other = stage.wrapped(&envoy, "");
+    let standby = stage.start_standby(Some(&other));
+    standby.logs("container istio-standby serves").await;
+    ready(&stage.pod.envoy).await;
+    standby.signal(Signal::KILL);
+    stage.pod.agent.logs("no agent of this pod serves; taking over").await;
+    stage.serves(FIRST).await;
+    ready(&stage.pod.envoy).await;
 }
 
 #[tokio::test]

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use http::Method;
-use istio_agent::envoy::admin::Admin;
+use istio_agent::envoy::admin::{Address, Admin};
 use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -22,6 +22,8 @@ use super::{eventually, free_port, local, namespace, until};
 const PROXY_CONFIG: &str = "PROXY_CONFIG";
 
 const ADMIN_LIMIT: Duration = Duration::from_secs(5);
+/// The socket of Envoy's admin interface, below the pod's directory.
+pub const ADMIN_SOCKET: &str = "etc/istio/proxy/admin/admin.sock";
 
 /// The settings that a test chooses for an agent.
 #[derive(Clone, Copy, Default)]
@@ -37,11 +39,21 @@ impl Settings<'_> {
         let is_v6 = |(name, value): &(&str, &str)| *name == "INSTANCE_IP" && value.contains(':');
         self.environment.iter().any(is_v6)
     }
+
+    fn has_admin_socket(&self) -> bool {
+        let is_setting = |it: &(&str, &str)| {
+            [("ISTIO_AGENT_ADMIN_SOCKET", "true"), ("ISTIO_ENVOY_ADMIN_TRANSPORT", "UDS")]
+                .contains(it)
+        };
+        self.environment.iter().any(is_setting)
+    }
 }
 
 pub struct Pod {
     pub agent: Process,
     pub envoy: Admin,
+    /// `proxyAdminPort`. Envoy does not listen on it if it has a socket.
+    pub admin_port: u16,
     pub status_port: u16,
     directory: TempDir,
     proxy_config: String,
@@ -115,11 +127,15 @@ impl Pod {
             .env(PROXY_CONFIG, &proxy_config);
         Self {
             agent: Process::start(&mut command, &directory.path().join("agent.log")),
-            envoy: if settings.is_v6() {
+            envoy: if settings.has_admin_socket() {
+                let path = directory.path().join(ADMIN_SOCKET);
+                Admin { address: Address::Socket(path.into()), limit: ADMIN_LIMIT }
+            } else if settings.is_v6() {
                 Admin::new(Ipv6Addr::LOCALHOST.into(), admin_port, ADMIN_LIMIT)
             } else {
                 admin(admin_port)
             },
+            admin_port,
             status_port,
             directory,
             proxy_config,
