@@ -62,7 +62,11 @@ fn main() {
 }
 
 fn scrape(ports: &[u16]) -> Scrape {
-    let targets = ports[1..].iter().map(|port| Target { port: *port, path: "/metrics".to_owned() });
+    let targets = ports[1..].iter().map(|port| Target {
+        port: *port,
+        path: "/metrics".to_owned(),
+        tls: None,
+    });
     let config = Config {
         envoy_port: Some(ports[0]),
         hidden: Vec::new(),

@@ -3,6 +3,7 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::environment as variables;
@@ -13,7 +14,7 @@ use crate::probe;
 use crate::problem::{Problem, codes};
 use crate::runtime::systemd;
 use crate::scrape::targets::{self, Target};
-use crate::scrape::{self, Hidden};
+use crate::scrape::{self, Hidden, tls};
 use crate::status::{self, Probers};
 
 const ANNOTATIONS: &str = "ISTIO_PROMETHEUS_ANNOTATIONS";
@@ -107,11 +108,28 @@ impl Loader<'_> {
         let Some(json) = self.env.text(ANNOTATIONS) else {
             return Vec::new();
         };
-        targets::parse(json, status_port).unwrap_or_else(|error| {
+        let mut targets = targets::parse(json, status_port).unwrap_or_else(|error| {
             let problem = Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error);
             self.notes.add(problem);
             Vec::new()
-        })
+        });
+        let variable = &variables::ISTIO_AGENT_SCRAPE_TLS;
+        let given = self.get(variable);
+        if given.is_empty() {
+            return targets;
+        }
+        match tls::parse(&given) {
+            Ok(files) => {
+                for target in &mut targets {
+                    target.tls = files.get(&target.port).cloned().map(Arc::new);
+                }
+            }
+            Err(error) => {
+                let problem = Problem::new(codes::SETTING_INVALID, variable.row.name, error);
+                self.notes.add(problem);
+            }
+        }
+        targets
     }
 
     /// None if systemd did not start the agent, or expects no notifications.

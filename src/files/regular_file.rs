@@ -1,9 +1,13 @@
 //! Reads certificates, keys, tokens and settings: regular files up to a size, because a path may name a pipe or a
 //! device by mistake.
 
+use std::collections::VecDeque;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 use zeroize::Zeroizing;
@@ -15,6 +19,9 @@ pub(crate) const MAX_SETTINGS: u64 = 4 << 20;
 
 /// The size limit of a text of the kernel, such as a list of all TCP sockets.
 const MAX_KERNEL: u64 = 64 << 20;
+
+/// The most links of a path, as in the kernel.
+const MAX_LINKS: u32 = 40;
 
 /// Returns None instead of the error that a file or directory does not exist.
 pub(crate) fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
@@ -46,6 +53,51 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = rustix::fs::open(path, flags, Mode::empty());
     opened.map(File::from).map_err(|error| explained(path, error.into()))
+}
+
+/// Opens a file for reading, on a path whose links belong to this process' user or root. The owner of another link, in a
+/// directory that the pod's containers share, could lead the agent to a file of its own.
+pub(crate) fn open_trusted(path: &Path) -> io::Result<File> {
+    const STEP: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+    let begin = |path: &Path| {
+        let begin = if path.is_absolute() { "/" } else { "." };
+        rustix::fs::open(begin, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+    };
+    let (mut at, mut rest) = (begin(path)?, steps(path));
+    let mut links = 0;
+    while let Some(name) = rest.pop_front() {
+        let step = rustix::fs::openat(&at, &name, STEP, Mode::empty())?;
+        let found = File::from(step.try_clone()?).metadata()?;
+        if found.is_symlink() {
+            let is_own = [0, rustix::process::geteuid().as_raw()].contains(&found.uid());
+            if links == MAX_LINKS || !is_own {
+                let (name, owner) = (name.display(), found.uid());
+                return Err(io::Error::other(format!(
+                    "the link {name} of user {owner} is not followed"
+                )));
+            }
+            links += 1;
+            let target = rustix::fs::readlinkat(&step, "", Vec::new())?;
+            let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+            if target.is_absolute() {
+                at = begin(&target)?;
+            }
+            rest = steps(&target).into_iter().chain(rest).collect();
+        } else if rest.is_empty() {
+            let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let opened = rustix::fs::openat(&at, &name, flags, Mode::empty());
+            return opened.map(File::from).map_err(|error| explained(path, error.into()));
+        } else {
+            at = step;
+        }
+    }
+    Err(io::ErrorKind::IsADirectory.into())
+}
+
+/// Returns the names of a path, without its root.
+fn steps(path: &Path) -> VecDeque<OsString> {
+    let is_name = |it: &Component<'_>| matches!(it, Component::Normal(_) | Component::ParentDir);
+    path.components().filter(is_name).map(|it| it.as_os_str().to_owned()).collect()
 }
 
 /// Reads an open file. Fails unless it is a regular file of at most `limit` bytes.

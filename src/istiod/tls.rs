@@ -8,15 +8,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use rustls::crypto::aws_lc_rs::sign::any_supported_type;
+use rustls::ClientConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{ClientConfig, InconsistentKeys};
 use zeroize::Zeroizing;
 
 use crate::files::regular_file;
 use crate::problem::{Problem, codes};
 use crate::trust::compliance::Policy;
+use crate::trust::key_pair::certified;
 use crate::trust::pem;
 pub use crate::trust::trust_anchors::Roots;
 use crate::trust::trust_anchors::{self, MAX_PEM, not_after};
@@ -101,7 +101,6 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
     let pem = pem.map_err(|error| unusable(&client.key, error))?;
     let key = pem::first::<PrivateKeyDer>(&pem)
         .map_err(|error| unusable(&client.key, format!("no PEM private key: {error}")))?;
-    // rustls' own pairing would leave a copy of the key in memory.
     let pair = certified(chain, &Zeroizing::new(key));
     pair.map(Some).map_err(|error| {
         let key = client.key.display();
@@ -111,17 +110,6 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
 
 fn unusable(path: &Path, why: impl ToString) -> Problem {
     Problem::new(codes::CLIENT_CERTIFICATE_UNUSABLE, path.display(), why)
-}
-
-fn certified(
-    chain: Vec<CertificateDer<'static>>,
-    key: &PrivateKeyDer<'_>,
-) -> Result<CertifiedKey, rustls::Error> {
-    let pair = CertifiedKey::new(chain, any_supported_type(key)?);
-    match pair.keys_match() {
-        Ok(()) | Err(rustls::Error::InconsistentKeys(InconsistentKeys::Unknown)) => Ok(pair),
-        Err(error) => Err(error),
-    }
 }
 
 async fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {

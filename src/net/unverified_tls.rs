@@ -23,6 +23,11 @@ pub(crate) fn config(offers_http2: bool) -> Result<Arc<ClientConfig>, Error> {
     Ok(Arc::new(config))
 }
 
+/// Returns a verifier that accepts any certificate.
+pub(crate) fn verifier() -> Arc<dyn ServerCertVerifier> {
+    Arc::new(AcceptAny(Arc::new(rustls::crypto::aws_lc_rs::default_provider())))
+}
+
 /// A verifier that accepts any certificate.
 #[derive(Debug)]
 struct AcceptAny(Arc<CryptoProvider>);

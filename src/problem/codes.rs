@@ -156,6 +156,7 @@ codes! {
     PROBE_FAILED: "a probe of the application fails", "the probe fails", "read the application's log, and compare the probe in the pod with what the port serves";
     READINESS_FAILED: "the kubelet cannot see that Envoy is ready", "the pod is not ready", "restart the container istio-proxy if this lasts";
     SCRAPE_FAILED: "metrics of Envoy or of the application cannot be fetched", "the page lacks these samples", "for the application, correct `prometheus.io/port` and `prometheus.io/path` of the pod; for Envoy see its log";
+    SCRAPE_TLS_UNUSABLE: "a file of `ISTIO_AGENT_SCRAPE_TLS` cannot be used", "the page lacks the samples of this target", "correct the file; it is read again at the next scrape";
     SCRAPE_LATE: "metrics of Envoy or of the application arrive too late", "the page lacks these samples", "raise `scrape_timeout` of the scraper, or reduce the metrics";
     SCRAPE_PAGE_INVALID: "a page of metrics is too large or malformed", "the page lacks the rest of these samples", "correct the page that the application serves";
     }

@@ -19,6 +19,7 @@ mod sample;
 mod seen;
 mod source;
 pub mod targets;
+pub mod tls;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -82,6 +83,7 @@ pub struct Scrape {
     registry: Registry,
     metrics: Metrics,
     client: Client,
+    tls_clients: tls::Clients,
     /// The identifier of the scrapes of this agent.
     id: HeaderValue,
 }
@@ -98,6 +100,7 @@ impl Scrape {
             metrics: Metrics::new(&registry),
             registry,
             client: Client::new(client),
+            tls_clients: tls::Clients::default(),
             id: HeaderValue::from(fastrand::u64(..)),
         }
     }
@@ -175,17 +178,19 @@ impl Scrape {
             1 => u64::MAX,
             _ => self.config.limit,
         };
-        let source = |origin: Origin, port: u16, path: &str, limit: u64| {
+        let source = |origin: Origin, target: &Target, limit: u64| {
             let headers = negotiate::source_headers(origin.format(), &scrape.headers, &self.id);
-            Source::new(&self.client, headers, origin, port, path, limit)
+            let client = match target.tls.clone() {
+                Some(files) => self.tls_clients.clone().of(target.port, files).boxed(),
+                None => ready(Ok(self.client.clone())).boxed(),
+            };
+            Source::new(client, headers, origin, target, limit)
         };
-        let applications = targets
-            .iter()
-            .map(|Target { port, path }| source(Origin::Application, *port, path, limit));
+        let applications = targets.iter().map(|target| source(Origin::Application, target, limit));
         let envoy = self.config.envoy_port.map(|port| {
             let query = scrape.uri.query().map_or_else(String::new, negotiate::envoy_query);
             let path = format!("/stats/prometheus{query}");
-            source(Origin::Envoy, port, &path, u64::MAX)
+            source(Origin::Envoy, &Target { port, path, tls: None }, u64::MAX)
         });
         applications.chain(envoy).collect()
     }

@@ -15,6 +15,7 @@ use tokio::task::coop::consume_budget;
 
 use super::format::{Format, content_type};
 use super::negotiate::is_gzip;
+use super::targets::Target;
 use crate::net::http_client::{self, Body, Client};
 use crate::problem::{Code, Problem, codes};
 use crate::runtime::lifecycle::with_causes;
@@ -61,7 +62,7 @@ pub(super) struct Source {
     pub origin: Origin,
     /// Host, port and path of the page, for log lines.
     address: String,
-    response: BoxFuture<'static, Result<Response<Body>, http_client::Error>>,
+    response: BoxFuture<'static, Result<Response<Body>, Failure>>,
     /// None until the head of the response has arrived.
     pub content_type: Option<&'static str>,
     /// None before the head and after the end.
@@ -78,23 +79,25 @@ pub(super) struct Source {
 
 impl Source {
     /// Prepares the request for a page, of which up to `limit` bytes are read. [`Self::read_head`] sends it. The
-    /// query of the path is not logged, as it may hold a secret.
+    /// query of the path is not logged, as it may hold a secret. The error of `client` says why there is none.
     pub(super) fn new(
-        client: &Client,
+        client: BoxFuture<'static, Result<Client, String>>,
         headers: HeaderMap,
         origin: Origin,
-        port: u16,
-        path: &str,
+        Target { port, path, tls }: &Target,
         limit: u64,
     ) -> Self {
         let mut request = Request::new(Bytes::new());
-        let uri = format!("http://localhost:{port}{path}");
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let uri = format!("{scheme}://localhost:{port}{path}");
         // Paths are checked with the configuration, and queries by the status port.
         *request.uri_mut() = uri.parse().unwrap_or_default();
         *request.headers_mut() = headers;
-        let client = client.clone();
-        let response = async move { client.send(request).await };
-        let path = path.split_once('?').map_or(path, |(path, _)| path);
+        let response = async move {
+            let client = client.await.map_err(|why| (codes::SCRAPE_TLS_UNUSABLE, why))?;
+            client.send(request).await.map_err(broken)
+        };
+        let path = path.split_once('?').map_or(path.as_str(), |(path, _)| path);
         Self {
             origin,
             address: format!("localhost:{port}{path}"),
@@ -136,7 +139,7 @@ impl Source {
         if self.has_head() || self.failure.is_some() {
             return;
         }
-        let response = self.response.as_mut().await.map_err(broken);
+        let response = self.response.as_mut().await;
         if let Err((code, found)) = response.and_then(|response| self.take_response(response)) {
             self.fail(code, found);
         }

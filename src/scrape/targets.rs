@@ -3,9 +3,11 @@
 //! Without a list of targets, port and path are a single target.
 
 use std::num::NonZero;
+use std::sync::Arc;
 
 use serde::Deserialize;
 
+use super::tls;
 use crate::json;
 use crate::net::request_path::escaped;
 
@@ -20,6 +22,8 @@ pub struct Target {
     pub port: u16,
     /// Path and query.
     pub path: String,
+    /// None for plain text.
+    pub tls: Option<Arc<tls::Files>>,
 }
 
 #[derive(Deserialize, Default)]
@@ -72,7 +76,7 @@ fn check(target: &Entry, status_port: u16) -> Result<Target, String> {
         path if path.starts_with('/') => escaped(path),
         path => format!("/{}", escaped(path)),
     };
-    Ok(Target { port, path })
+    Ok(Target { port, path, tls: None })
 }
 
 #[cfg(test)]

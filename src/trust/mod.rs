@@ -3,5 +3,6 @@
 pub(crate) mod chain_verifier;
 pub mod compliance;
 pub mod identity;
+pub(crate) mod key_pair;
 pub(crate) mod pem;
 pub mod trust_anchors;

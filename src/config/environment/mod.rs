@@ -154,6 +154,7 @@ variables! {
     PILOT_AGENT_MERGE_ENVOY_STATS: bool = "true", "Merges Envoy's metrics with the application's metrics.", Same;
     ISTIO_AGENT_SCRAPE_LIMIT_BYTES: u64 = "10485760", "Maximum number of bytes that the agent reads from an application target if there are several targets.", Same;
     ISTIO_AGENT_SCRAPE_TIMEOUT: Duration = "10s", "Time limit of a scrape if the scraper does not send a timeout. pilot-agent has no limit.", Same;
+    ISTIO_AGENT_SCRAPE_TLS: String = "", "Application metrics ports with HTTPS, as JSON: the files caFile, certFile and keyFile by port, such as {\"9443\": {\"caFile\": \"/etc/app/ca.pem\"}}. Without caFile any certificate is accepted.", Own;
     ENVOY_SKIP_DEPRECATED_LOGS: bool = "true", "Envoy does not log the use of deprecated fields.", Same;
     ISTIO_BOOTSTRAP: String = "", "Bootstrap template.", Same,
         State::Refused("this agent writes the bootstrap itself");

@@ -197,9 +197,10 @@ async fn a_query_that_envoy_refuses_is_a_failure_of_envoy() {
     let (scrape, registry) = scrape(envoy, &[page("text/plain", "app 1\n")]);
     assert_eq!(scrape_without_agent_metrics(&scrape, &[]).await, "app 1\n");
     assert_eq!(failures(&registry, "envoy"), 1);
-    let client = Client::new(http_client::Config::default());
-    let (headers, path) = (HeaderMap::new(), "/stats/prometheus?secret");
-    let mut source = Source::new(&client, headers, Origin::Envoy, envoy, path, 1);
+    let client = ready(Ok(Client::default())).boxed();
+    let path = "/stats/prometheus?secret".to_owned();
+    let target = Target { port: envoy, path, tls: None };
+    let mut source = Source::new(client, HeaderMap::new(), Origin::Envoy, &target, 1);
     source.read_head().await;
     let text = source.failure.expect("a problem").to_string();
     let subject = "failed scraping envoy metrics";

@@ -1,6 +1,7 @@
 //! Tests merged pages of servers on real sockets.
 
 mod faults;
+mod tls;
 
 use std::fs;
 use std::io::{Read, Write};
@@ -97,7 +98,7 @@ fn scrape_up_to(limit: u64, envoy: u16, targets: &[u16]) -> (Scrape, Registry) {
         hidden: Vec::new(),
         targets: targets
             .iter()
-            .map(|port| Target { port: *port, path: "/metrics".to_owned() })
+            .map(|port| Target { port: *port, path: "/metrics".to_owned(), tls: None })
             .collect(),
         limit,
         timeout: Duration::from_secs(10),

@@ -68,6 +68,25 @@ impl TrustAnchors {
         let limit = format!("the certificate {subject:.256}, issued by {issuer:.256}, {limit}");
         Err(Error::Other(OtherError(Arc::new(io::Error::other(limit)))))
     }
+
+    /// Verifies the chain of a server, and not its names.
+    fn verify_chain(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), Error> {
+        let (parsed, all) = (ParsedCertificate::try_from(leaf)?, algorithms().all);
+        // Go accepts a leaf that is itself a root, without a chain.
+        let is_root = self.certificates.iter().any(|root| root == leaf);
+        let (roots, others) = (&self.store, if is_root { &[] } else { intermediates });
+        let mut verdict =
+            verify_server_cert_signed_by_trust_anchor(&parsed, roots, others, now, all);
+        if is_root && verdict.as_ref().is_err_and(lacks_issuer) {
+            verdict = Ok(());
+        }
+        self.review(verdict, leaf, others, |usage| usage.server_auth || usage.any)
+    }
 }
 
 impl ServerCertVerifier for TrustAnchors {
@@ -79,17 +98,8 @@ impl ServerCertVerifier for TrustAnchors {
         _: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let (parsed, all) = (ParsedCertificate::try_from(leaf)?, algorithms().all);
-        // Go accepts a leaf that is itself a root, without a chain.
-        let is_root = self.certificates.iter().any(|root| root == leaf);
-        let (roots, others) = (&self.store, if is_root { &[] } else { intermediates });
-        let mut verdict =
-            verify_server_cert_signed_by_trust_anchor(&parsed, roots, others, now, all);
-        if is_root && verdict.as_ref().is_err_and(lacks_issuer) {
-            verdict = Ok(());
-        }
-        self.review(verdict, leaf, others, |usage| usage.server_auth || usage.any)?;
-        verify_server_name(&parsed, name)?;
+        self.verify_chain(leaf, intermediates, now)?;
+        verify_server_name(&ParsedCertificate::try_from(leaf)?, name)?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -113,6 +123,46 @@ impl ServerCertVerifier for TrustAnchors {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         algorithms().supported_schemes()
+    }
+}
+
+/// Verifies like [`TrustAnchors`], but accepts any name, for a server at the loopback address.
+#[derive(Debug)]
+pub(crate) struct AnyName(pub(crate) TrustAnchors);
+
+impl ServerCertVerifier for AnyName {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        self.0.verify_chain(leaf, intermediates, now)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.0.verify_tls12_signature(message, leaf, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        leaf: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.0.verify_tls13_signature(message, leaf, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_verify_schemes()
     }
 }
 

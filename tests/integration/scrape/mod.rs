@@ -19,7 +19,8 @@ use crate::support::python::package;
 
 /// Returns a scrape of the pages on these ports.
 pub fn scrape(envoy: u16, targets: &[u16]) -> Scrape {
-    let targets = targets.iter().map(|port| Target { port: *port, path: "/metrics".to_owned() });
+    let targets =
+        targets.iter().map(|port| Target { port: *port, path: "/metrics".to_owned(), tls: None });
     let config = Config {
         envoy_port: Some(envoy),
         hidden: Vec::new(),
