@@ -68,6 +68,7 @@ impl Loader<'_> {
             early: EARLY,
             drain_inbound_only: self.flags.kind == NodeType::Sidecar,
             limits: Limits {
+                delay: self.drain_delay(),
                 drain_call: ADMIN_CALL,
                 drain: self.drain(bootstrap.exit_on_zero_connections),
                 long_requests: self.in_flight_grace(),
@@ -134,9 +135,38 @@ impl Loader<'_> {
     /// Returns the pod's grace period without the reserve for the shutdown; None if it is unknown.
     fn grace_without_reserve(&self) -> Option<Duration> {
         let grace = Duration::from_secs(self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS));
-        let time = grace.saturating_sub(RESERVE);
-        let time_or_half = time.max(duration::scaled(grace, 0.5));
-        (!time_or_half.is_zero()).then_some(time_or_half)
+        let time = grace.saturating_sub(RESERVE).max(duration::scaled(grace, 0.5));
+        (!grace.is_zero()).then(|| time.saturating_sub(self.longest_delay()))
+    }
+
+    /// Returns the delay before the drain: the configured one, and a random part of the jitter. Warns if the longest one
+    /// does not fit into the grace period.
+    fn drain_delay(&mut self) -> Duration {
+        let delay = self.get(&variables::ISTIO_AGENT_DRAIN_DELAY);
+        let wanted = delay.saturating_add(self.get(&variables::ISTIO_AGENT_DRAIN_JITTER));
+        let (subject, longest) =
+            ("ISTIO_AGENT_DRAIN_DELAY and ISTIO_AGENT_DRAIN_JITTER", self.longest_delay());
+        let expected = "no more than the grace period with the drain and 2s";
+        self.limited(subject, wanted, longest, expected);
+        let delay = delay.min(longest);
+        let part = duration::scaled(longest.saturating_sub(delay), fastrand::f64());
+        delay.saturating_add(part)
+    }
+
+    /// Returns the longest delay before the drain that fits into the grace period.
+    fn longest_delay(&self) -> Duration {
+        let drain = if self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS) {
+            self.get(&variables::MINIMUM_DRAIN_DURATION)
+        } else {
+            self.proxy_config.termination_drain_time()
+        };
+        let grace = match self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS) {
+            0 => USUAL_GRACE,
+            seconds => Duration::from_secs(seconds),
+        };
+        let delay = self.get(&variables::ISTIO_AGENT_DRAIN_DELAY);
+        let jitter = self.get(&variables::ISTIO_AGENT_DRAIN_JITTER);
+        delay.saturating_add(jitter).min(grace.saturating_sub(drain).saturating_sub(QUIT))
     }
 
     /// Returns the time that in-flight requests have after a drain of fixed length.
@@ -148,7 +178,10 @@ impl Loader<'_> {
             (Some(time), true) => wanted.min(time.saturating_sub(drain)),
             (Some(time), false) => time.saturating_sub(drain),
             (None, true) => wanted,
-            (None, false) => wanted.min(USUAL_GRACE.saturating_sub(RESERVE).saturating_sub(drain)),
+            (None, false) => {
+                let left = USUAL_GRACE.saturating_sub(RESERVE).saturating_sub(drain);
+                wanted.min(left.saturating_sub(self.longest_delay()))
+            }
         }
     }
 

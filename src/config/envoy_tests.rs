@@ -50,8 +50,25 @@ fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
         assert_eq!(envoy.limits.drain, expected, "{variables:?}");
         assert_eq!(envoy.internal_ports, [15021, 15090]);
     }
-    let set = "ISTIO_AGENT_LAST_REQUESTS";
+    let (delay, jitter) = ("ISTIO_AGENT_DRAIN_DELAY", "ISTIO_AGENT_DRAIN_JITTER");
     let grace = "TERMINATION_GRACE_PERIOD_SECONDS";
+    for (variables, least, most, long_requests) in [
+        (&[][..], 0, 0, 10),
+        (&[(delay, "5s")], 5, 5, 10),
+        (&[(delay, "5s"), (jitter, "3s")], 5, 8, 10),
+        (&[(jitter, "3s"), (grace, "20")], 0, 3, 7),
+        // The drain takes 5 s.
+        (&[(delay, "1m"), (jitter, "1m"), (grace, "60")], 53, 53, 0),
+        (&[(delay, "20s"), (jitter, "10s")], 20, 23, 0),
+        (&[(delay, "5s"), (grace, "6")], 0, 0, 0),
+    ] {
+        let config = machine(variables).config();
+        let limits = config.envoy.expect("Envoy").limits;
+        let found = limits.delay;
+        assert!(found >= seconds(least) && found <= seconds(most), "{found:?} for {variables:?}");
+        assert_eq!(limits.long_requests, seconds(long_requests), "{variables:?}");
+    }
+    let set = "ISTIO_AGENT_LAST_REQUESTS";
     for (variables, long_requests) in [
         (&[][..], 10),
         (&[(grace, "60")], 50),

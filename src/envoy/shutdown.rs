@@ -17,6 +17,8 @@ const MAX_LAST_REQUESTS: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
+    /// Time in which other nodes learn that the pod ends. Envoy accepts connections as before.
+    DrainDelay,
     /// The response to the drain call.
     DrainCall,
     /// Time in which clients leave.
@@ -38,6 +40,8 @@ pub enum Step {
 /// The limits of the steps.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
+    /// The time before the drain, which may be zero.
+    pub delay: Duration,
     pub drain_call: Duration,
     pub drain: Drain,
     /// The limit for requests that take longer than a timed drain; zero cancels them.
@@ -86,7 +90,8 @@ pub struct Shutdown {
 }
 
 impl Step {
-    pub(super) const ALL: [Self; 8] = [
+    pub(super) const ALL: [Self; 9] = [
+        Self::DrainDelay,
         Self::DrainCall,
         Self::DrainTime,
         Self::Connections,
@@ -106,6 +111,8 @@ impl Limits {
         let last_requests = MAX_LAST_REQUESTS.min(crate::runtime::duration::scaled(drain, 0.25));
         let open = drain.saturating_sub(last_requests);
         Some(match (step, self.drain) {
+            (Step::DrainDelay, _) if self.delay.is_zero() => return None,
+            (Step::DrainDelay, _) => self.delay,
             (Step::DrainCall, _) => self.drain_call,
             (Step::DrainTime, Drain::For(_)) => open,
             (Step::DrainTime, Drain::UntilIdle { at_least, .. }) => at_least.min(open),
@@ -211,6 +218,7 @@ mod tests {
 
     fn limits(drain: Drain) -> Limits {
         Limits {
+            delay: Duration::ZERO,
             drain_call: Duration::ZERO,
             drain,
             long_requests: Duration::ZERO,

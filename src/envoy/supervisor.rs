@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::active_requests::{Active, Counting};
 use super::admin::DrainCall;
@@ -21,7 +21,8 @@ use super::restart_budget::Restarts;
 use super::shutdown::{Drain, PlannedStep, Shutdown, Step};
 use super::{Config, Exit, warn};
 use crate::metrics::{Counter, Registry};
-use crate::runtime::clock::Clock;
+use crate::net::port;
+use crate::runtime::clock::{Clock, after};
 use crate::runtime::duration::{rounded, scaled};
 use crate::runtime::lifecycle::{BoxError, Stop, StopRequest, Urgency};
 
@@ -48,6 +49,8 @@ pub(super) struct Supervisor {
     /// The pause before the next start.
     pause: Duration,
     hot_restart: HotRestart,
+    /// The end of the delay before the drain, once it has begun.
+    delay_until: Option<Instant>,
     /// The reply to the sender of the current drain order, sent once Envoy has been asked.
     drain_order: Option<oneshot::Sender<()>>,
     publish: watch::Sender<Report>,
@@ -77,6 +80,7 @@ impl Supervisor {
             pause: Duration::ZERO,
             hot_restart: HotRestart::new(&config, prepare, metrics),
             config,
+            delay_until: None,
             drain_order: None,
             publish,
             stop: stop.requested(),
@@ -129,6 +133,10 @@ impl Supervisor {
                 Action::Pause => {
                     tracing::warn!("starting Envoy again in {}", rounded(self.pause));
                     self.spawn_task(Event::PauseOver, sleep(self.pause));
+                }
+                Action::Delay => {
+                    let delay = self.delay();
+                    self.spawn_task(Event::DelayOver, delay);
                 }
                 Action::Drain => self.call_drain(DrainCall::Stay),
                 Action::Begin(step) => {
@@ -384,6 +392,10 @@ impl Supervisor {
         let (done, limit) = (Event::Done(waits_for), rounded(at_most));
         self.spawn_task(done, sleep(at_most));
         match waits_for {
+            Step::DrainDelay => {
+                let delay = self.delay();
+                self.spawn_task(done, delay);
+            }
             Step::DrainCall => {
                 tracing::info!("Agent draining Proxy for termination");
                 self.call_drain(DrainCall::Graceful);
@@ -422,6 +434,32 @@ impl Supervisor {
             Step::Kill => {
                 tracing::warn!("Killing Envoy: it did not exit in time, or a kill was requested");
                 self.instance.iter().for_each(Instance::kill);
+            }
+        }
+    }
+
+    /// Waits for the end of the delay before the drain, which begins with the first call. It ends early if the delay
+    /// helps nobody: when no application of the pod listens any more, or if the drain waits for the last connection,
+    /// when there is none.
+    fn delay(&mut self) -> impl Future<Output = ()> + Send + use<> {
+        let delay = self.config.limits.delay;
+        let until = *self.delay_until.get_or_insert_with(|| {
+            let limit = rounded(delay);
+            tracing::info!("Envoy accepts connections for {limit} more before it drains");
+            after(delay)
+        });
+        let has_application = self.config.drain_inbound_only;
+        let waits_for_connections = matches!(self.config.limits.drain, Drain::UntilIdle { .. });
+        let until_none = self.until_none(Active::Connections, PERIOD);
+        let own = self.instance.iter().map(|it| it.report(Role::Current).pid);
+        let own: Vec<_> = own.filter_map(|pid| u32::try_from(pid).ok()).collect();
+        async move {
+            tokio::select! {
+                () = sleep_until(until) => {}
+                () = until_none, if waits_for_connections => {}
+                () = until_application_ends(own), if has_application => {
+                    tracing::info!("no application listens in this pod any more; Envoy drains now");
+                }
             }
         }
     }
@@ -487,6 +525,18 @@ impl Supervisor {
                 }
             });
         })
+    }
+}
+
+/// Waits until no process of the pod other than the agent and these Envoys listens on a TCP port.
+async fn until_application_ends(envoys: Vec<u32>) {
+    loop {
+        let envoys = envoys.clone();
+        let listens = spawn_blocking(move || port::others_listen(&envoys)).await;
+        if listens.is_ok_and(|listens| !listens) {
+            return;
+        }
+        sleep(PERIOD).await;
     }
 }
 

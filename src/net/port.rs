@@ -1,14 +1,19 @@
 //! Finds the process that listens on a TCP port, for errors of a port that is taken.
 
+use std::collections::HashSet;
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use crate::files::regular_file;
+
+/// The kernel's lists of TCP sockets in this network namespace.
+const LISTS: [&str; 2] = ["/proc/self/net/tcp", "/proc/self/net/tcp6"];
 
 /// Describes the process that listens on `port`, by pid and name if this process may read them. Returns None if no
 /// process listens.
 #[expect(clippy::disallowed_methods, reason = "procfs")]
 pub(crate) fn holder(port: u16) -> Option<String> {
-    let lists = ["/proc/self/net/tcp", "/proc/self/net/tcp6"].map(regular_file::read_kernel);
+    let lists = LISTS.map(regular_file::read_kernel);
     let socket = lists.iter().flatten().find_map(|list| socket(list, port))?;
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let mut pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -19,22 +24,40 @@ pub(crate) fn holder(port: u16) -> Option<String> {
     Some(format!("process {pid} ({}) listens on it", name.trim()))
 }
 
-/// Finds the socket that listens on `port` in a list in the format of proc_net(5). The state LISTEN is 0A.
+/// Returns true if a process other than this one and `own` listens on a TCP port. Sockets of processes whose files
+/// cannot be listed are those of others.
+pub(crate) fn others_listen(own: &[u32]) -> bool {
+    let files: HashSet<_> =
+        own.iter().chain([&std::process::id()]).flat_map(|pid| links(*pid)).collect();
+    let lists = LISTS.map(regular_file::read_kernel);
+    let mut sockets = lists.iter().flatten().flat_map(|list| listening(list));
+    sockets.any(|(_, socket)| !files.contains(Path::new(&socket)))
+}
+
+/// Finds the socket that listens on `port` in a list in the format of proc_net(5).
 fn socket(list: &str, port: u16) -> Option<String> {
     let end = format!(":{port:04X}");
-    list.lines().find_map(|line| {
+    listening(list).find_map(|(address, socket)| address.ends_with(&end).then_some(socket))
+}
+
+/// Returns addresses and sockets in the state LISTEN, which is 0A.
+fn listening(list: &str) -> impl Iterator<Item = (&str, String)> {
+    list.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
         let (address, state, inode) = (words.nth(1)?, words.nth(1)?, words.nth(5)?);
-        (address.ends_with(&end) && state == "0A").then(|| format!("socket:[{inode}]"))
+        (state == "0A").then(|| (address, format!("socket:[{inode}]")))
     })
 }
 
-#[expect(clippy::disallowed_methods, reason = "procfs")]
 fn has_open(pid: u32, socket: &str) -> bool {
+    links(pid).any(|link| link.as_os_str() == socket)
+}
+
+/// Returns what the open files of a process lead to.
+#[expect(clippy::disallowed_methods, reason = "procfs")]
+fn links(pid: u32) -> impl Iterator<Item = PathBuf> {
     let listed = fs::read_dir(format!("/proc/{pid}/fd"));
-    let files = listed.into_iter().flatten().flatten();
-    let mut links = files.flat_map(|file| fs::read_link(file.path()));
-    links.any(|link| link.as_os_str() == socket)
+    listed.into_iter().flatten().flatten().flat_map(|file| fs::read_link(file.path()))
 }
 
 /// Adds the process that listens on the port to an error of Envoy.

@@ -946,6 +946,60 @@ def the_agents_own_commands_and_pages_answer_in_a_pod(world):
     return f"{len(files)} files in the support bundle, {report['pods']} pods asked by the script"
 
 
+@contextlib.contextmanager
+def late_world():
+    """Stops the processes by which clients learn of the end of a pod, for longer than a drain."""
+    pids = [int(folder.name) for folder in pathlib.Path("/proc").glob("[0-9]*")
+            if read_comm(folder) in ("kube-proxy", "pilot-discovery")]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+        time.sleep(8)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def read_comm(folder):
+    try:
+        return (folder / "comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+@case(4, own=True)
+def with_a_drain_delay_no_request_fails_although_the_world_learns_late_of_twenty_ends(world):
+    serves = {"lifecycle": {"preStop": {"sleep": {"seconds": 10}}}}
+    told = []
+    for name, agent, kind, metadata in (
+            ("native-delay", OURS, NATIVE, {"ISTIO_AGENT_DRAIN_DELAY": "5s"}),
+            ("usual-delay", OURS, USUAL, {"ISTIO_AGENT_DRAIN_DELAY": "5s"}),
+            ("native", OURS, NATIVE, {}), ("usual", OURS, USUAL, {}),
+            ("native-pilot-agent", GO, NATIVE, {}), ("usual-pilot-agent", GO, USUAL, {})):
+        for part, replicas in (("ends", 20), ("stays", 2)):
+            world.deploy(f"{name}-{part}", agent, replicas=replicas, annotations=kind | config(**metadata), app=serves,
+                         labels={"group": name}, spec={"terminationGracePeriodSeconds": 30})
+        # The second service is called without Istio's default retries.
+        once = resource("networking.istio.io/v1", "VirtualService", f"{name}-once", hosts=[f"{name}-once"], http=[
+            {"route": [{"destination": {"host": f"{name}-once"}}], "retries": {"attempts": 0}}])
+        world.apply(once, *(service(one, 8080, selector={"group": name}) for one in (name, f"{name}-once")))
+        world.rolled_out(f"{name}-ends", f"{name}-stays")
+        with Load(world, [f"http://{name}:8080/", f"http://{name}-once:8080/"], *CLIENTS) as load:
+            with late_world():
+                world.kubectl("delete", f"deploy/{name}-ends", "--wait=false")
+            world.until("the pods are gone", lambda: not world.get("pods", "-l", f"app={name}-ends")["items"], 60)
+        told.append(f"{name}: {failures(load)}")
+        if "delay" in name:
+            load.expect_none_failed()
+        world.kubectl("delete", "--wait=false", f"deploy/{name}-stays", f"virtualservice/{name}-once")
+    return "; ".join(told)
+
+
+def failures(load):
+    return f"{sum(len(one['failed']) for one in load.told.values())} of {sum(one['sent'] for one in load.told.values())} failed"
+
+
 @case(10)
 def envoys_admin_interface_is_on_a_socket_and_its_port_is_closed(world):
     own = config(ISTIO_AGENT_ADMIN_SOCKET="true")

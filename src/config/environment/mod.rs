@@ -177,6 +177,8 @@ variables! {
     MINIMUM_DRAIN_DURATION: Duration = "5s", "Minimum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true.", Same;
     ISTIO_AGENT_DRAIN_CEILING: Duration = "1h", "Maximum drain time if EXIT_ON_ZERO_ACTIVE_CONNECTIONS is true. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits the drain.", Own;
     ISTIO_AGENT_LAST_REQUESTS: Duration = "10s", "Time that in-flight requests have after the drain; 0s ends them immediately. If unset, TERMINATION_GRACE_PERIOD_SECONDS limits it; if that is unset too, drain and in-flight requests together take at most 25s.", Own;
+    ISTIO_AGENT_DRAIN_DELAY: Duration = "0s", "Time between the preStop hook or SIGTERM and the drain, in which Envoy accepts connections as before, because other nodes learn of the end of a pod some seconds late ([page](operations/upgrades.md#a-delay-before-the-drain)).", Own;
+    ISTIO_AGENT_DRAIN_JITTER: Duration = "0s", "A random part of up to this time is added to ISTIO_AGENT_DRAIN_DELAY, so that pods that end together do not drain together.", Own;
     TERMINATION_GRACE_PERIOD_SECONDS: u64 = "0", "Termination grace period of the pod, which limits the drain and the in-flight requests after it; 0 means unknown.", Own;
     ISTIO_AGENT_ENVOY_RESTARTS: Option<Budget> = "3/10m", "How often the agent restarts a crashed Envoy within a time. If 0 or empty, the agent exits when Envoy exits.", Own;
     ISTIO_AGENT_HOT_RESTART: bool = "false", "Hot-restarts Envoy on SIGHUP, and when its binary or an input of its bootstrap changes.", Own;

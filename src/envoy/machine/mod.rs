@@ -16,6 +16,8 @@ pub enum Phase {
     Pausing,
     Starting,
     Running,
+    /// The delay before the drain of an order. Envoy serves as before.
+    Delaying,
     /// Drained by an order, before any stop request.
     Drained,
     Shutdown(Step),
@@ -28,6 +30,8 @@ pub enum Event {
     Live,
     /// Envoy must drain and keep running.
     DrainOrdered,
+    /// The delay before the drain of an order is over.
+    DelayOver,
     StopRequested(Urgency),
     /// Envoy must shut down so that another one can start.
     Replace(EndBy),
@@ -54,6 +58,8 @@ pub enum Action {
     Nothing,
     /// Start Envoy and report [`Event::Live`].
     Start,
+    /// Wait before the drain of an order, and report [`Event::DelayOver`].
+    Delay,
     Drain,
     /// Begin the step, and report [`Event::Done`] at the end of its time.
     Begin(PlannedStep),
@@ -84,7 +90,7 @@ impl Phase {
             Self::Starting => State::Starting,
             Self::Running => State::Running,
             Self::Shutdown(step) if step >= Step::Quit => State::Stopping,
-            Self::Drained | Self::Shutdown(_) => State::Draining,
+            Self::Delaying | Self::Drained | Self::Shutdown(_) => State::Draining,
             Self::Pausing | Self::Exited => State::Exited,
         }
     }
@@ -130,7 +136,7 @@ impl Machine {
             Phase::Shutdown(step) => step,
             // An ordered drain is not repeated.
             _ if self.is_drained => Step::Quit,
-            _ => Step::DrainCall,
+            _ => Step::DrainDelay,
         };
         Plan(self.steps(|step| step >= first).collect())
     }
@@ -147,6 +153,8 @@ impl Machine {
     /// Returns true if this shutdown leaves the step out.
     fn skips(&self, step: Step) -> bool {
         match step {
+            // The other Envoy accepts connections at once.
+            Step::DrainDelay => self.replaced.is_some() && !self.is_stop_requested(),
             // No Envoy would serve new requests during this wait.
             Step::LongRequests => self.replaced.is_some() && !self.is_stop_requested(),
             Step::Quit | Step::Termination => self.replaced == Some(EndBy::Kill),
@@ -157,12 +165,16 @@ impl Machine {
     /// Changes the phase by an event, and returns what the supervisor must do. Events that have no meaning in the
     /// current phase change nothing.
     pub fn apply(&mut self, event: Event) -> Action {
-        use Phase::{Drained, Exited, Initial, Pausing, Running, Shutdown, Starting};
+        use Phase::{Delaying, Drained, Exited, Initial, Pausing, Running, Shutdown, Starting};
         match (self.phase, event) {
             (Exited, _) => Action::Nothing,
             (_, Event::EnvoyExited { may_restart }) => self.handle_exit(may_restart),
             (_, Event::StopRequested(urgency)) => self.handle_stop_request(urgency),
             (_, Event::DrainOrdered) => self.handle_drain_order(),
+            (Delaying, Event::DelayOver) => {
+                self.is_drained = true;
+                self.enter(Drained, Action::Drain)
+            }
             (Initial, Event::Begin) | (Pausing, Event::PauseOver) => {
                 self.enter(Starting, Action::Start)
             }
@@ -190,7 +202,7 @@ impl Machine {
         let first = match self.requested {
             Urgency::Run => return Action::Nothing,
             Urgency::Drain if self.is_drained => Step::Quit,
-            Urgency::Drain => Step::DrainCall,
+            Urgency::Drain => Step::DrainDelay,
             Urgency::Terminate => Step::Quit,
             Urgency::Kill => Step::Kill,
         };
@@ -202,7 +214,13 @@ impl Machine {
     }
 
     fn handle_drain_order(&mut self) -> Action {
-        self.is_drained = true;
+        match self.phase {
+            Phase::Delaying => return Action::Nothing,
+            Phase::Running if self.limits.at_most(Step::DrainDelay).is_some() => {
+                return self.enter(Phase::Delaying, Action::Delay);
+            }
+            _ => self.is_drained = true,
+        }
         match self.phase {
             // A starting Envoy may not accept the call yet; it is repeated once Envoy is live.
             Phase::Starting => Action::Drain,
@@ -212,6 +230,8 @@ impl Machine {
     }
 
     fn handle_exit(&mut self, may_restart: bool) -> Action {
+        // The next Envoy is drained without another delay.
+        self.is_drained |= self.phase == Phase::Delaying;
         let may_restart = self.replaced.take().is_some() || may_restart;
         if may_restart && !self.is_stop_requested() {
             self.enter(Phase::Pausing, Action::Pause)

@@ -6,12 +6,13 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::envoy::shutdown::Drain;
-use Event::{Begin, Done, DrainOrdered, EnvoyExited, Live, PauseOver};
+use Event::{Begin, DelayOver, Done, DrainOrdered, EnvoyExited, Live, PauseOver};
 
 const SECOND: Duration = Duration::from_secs(1);
 const LIMITS: Limits = Limits {
     drain_call: SECOND.saturating_mul(2),
     drain: Drain::For(SECOND.saturating_mul(5)),
+    delay: Duration::ZERO,
     long_requests: Duration::ZERO,
     quit: SECOND,
     terminate: SECOND.saturating_mul(3),
@@ -25,6 +26,7 @@ const UNTIL_IDLE: Limits = Limits {
     ..LIMITS
 };
 const LONG_REQUESTS: Limits = Limits { long_requests: SECOND.saturating_mul(8), ..LIMITS };
+const DELAYED: Limits = Limits { delay: SECOND.saturating_mul(7), ..LIMITS };
 const ANNOUNCE: Action = begin(Step::DrainCall, LIMITS.drain_call);
 const QUIT: Action = begin(Step::Quit, LIMITS.quit);
 const TERMINATE: Action = begin(Step::Termination, LIMITS.terminate);
@@ -74,6 +76,40 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
     walk(LIMITS, &way);
     let exited = [&way[..7], &[(LAST_CRASH, Action::Leave)]].concat();
     walk(LIMITS, &exited);
+}
+
+#[test]
+fn a_delay_precedes_the_drain_of_an_order_or_of_a_stop_request_once() {
+    let delay = begin(Step::DrainDelay, SECOND * 7);
+    let ordered = [(DrainOrdered, Action::Delay), (DrainOrdered, Action::Nothing)];
+    let drained = (DelayOver, Action::Drain);
+    for way in [
+        &[(STOP_DRAIN, delay), (Done(Step::DrainDelay), ANNOUNCE)][..],
+        &[ordered[0], ordered[1], drained, (STOP_DRAIN, QUIT)],
+        // The supervisor waits for the rest of the time.
+        &[
+            ordered[0],
+            (STOP_DRAIN, delay),
+            (DelayOver, Action::Nothing),
+            (Done(Step::DrainDelay), ANNOUNCE),
+        ],
+        // Not in front of other ends.
+        &[(STOP_TERMINATE, QUIT)],
+        &[ordered[0], (STOP_TERMINATE, QUIT)],
+        &[(Event::Replace(EndBy::Quit), ANNOUNCE)],
+        // The next Envoy is drained at once.
+        &[
+            ordered[0],
+            (CRASH, Action::Pause),
+            (PauseOver, Action::Start),
+            (Live, Action::Drain),
+            (STOP_DRAIN, QUIT),
+        ],
+    ] {
+        walk(DELAYED, &running_then(way));
+    }
+    let starting = [(Begin, Action::Start), (DrainOrdered, Action::Drain), (Live, Action::Drain)];
+    walk(DELAYED, &starting);
 }
 
 #[test]
@@ -251,7 +287,7 @@ impl World {
                 self.was_killed |= step.waits_for == Step::Kill;
             }
             Action::Pause => prop_assert!(!self.has_child),
-            Action::Drain => prop_assert!(self.has_child, "no Envoy to drain"),
+            Action::Delay | Action::Drain => prop_assert!(self.has_child, "no Envoy to drain"),
             Action::Nothing => {}
         }
         let is_exited = machine.phase() == Phase::Exited;
@@ -266,6 +302,7 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
         Begin,
         Live,
         DrainOrdered,
+        DelayOver,
         STOP_DRAIN,
         STOP_TERMINATE,
         STOP_KILL,
@@ -283,7 +320,7 @@ proptest! {
     #[test]
     fn a_request_to_stop_ends_envoy_after_any_events(
         before in events(),
-        limits in prop::sample::select(vec![LIMITS, LONG_REQUESTS, UNTIL_IDLE]),
+        limits in prop::sample::select(vec![LIMITS, DELAYED, LONG_REQUESTS, UNTIL_IDLE]),
     ) {
         let (mut machine, mut world) = (Machine::new(limits), World::default());
         for event in before {
@@ -316,7 +353,7 @@ proptest! {
     fn a_more_urgent_stop_never_lengthens_the_shutdown_unless_it_cancels_a_replacement(before in events()) {
         let requests = [STOP_DRAIN, STOP_TERMINATE, STOP_KILL];
         for (request, limits) in requests.into_iter().flat_map(|request| {
-            [UNTIL_IDLE, LONG_REQUESTS].map(|limits| (request, limits))
+            [UNTIL_IDLE, DELAYED, LONG_REQUESTS].map(|limits| (request, limits))
         }) {
             let (mut machine, mut world) = (Machine::new(limits), World::default());
             for event in &before {

@@ -70,6 +70,7 @@ pub(super) fn config(binary: PathBuf, directory: &Path) -> Config {
         limits: Limits {
             drain_call: long,
             drain: Drain::For(long),
+            delay: Duration::ZERO,
             long_requests: Duration::ZERO,
             quit: long,
             terminate: long,
@@ -163,6 +164,7 @@ async fn a_stopped_envoy_whose_admin_port_never_answers_is_killed() {
     stage.config.limits = Limits {
         drain_call: short,
         drain: Drain::For(short),
+        delay: Duration::ZERO,
         long_requests: Duration::ZERO,
         quit: short,
         terminate: short,

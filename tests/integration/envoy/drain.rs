@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use http::Method;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -20,10 +21,11 @@ use tokio::time::Instant;
 
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Backend, connect, get, read_head};
+use crate::support::namespace;
 use crate::support::pod::{Pod, Settings};
 use crate::support::process::{is_alive, running_in};
 use crate::support::programs::{envoy_binary, variable};
-use crate::support::resources::{cluster, endpoints, listener, routes};
+use crate::support::resources::{answering, cluster, endpoints, listener, routes};
 use crate::support::{eventually, free_port};
 
 const RUNS: usize = 6;
@@ -149,6 +151,93 @@ async fn an_open_stream_delays_envoys_exit_as_announced_and_an_idle_connection_d
             assert_eq!(log.contains(words), expected.contains(words), "{open}: {log}");
         }
     }
+}
+
+/// The value of the metric of calls that ask Envoy to drain.
+async fn drain_calls(pod: &Pod) -> Option<u64> {
+    let metrics = pod.status(Method::GET, "/metrics/agent").await?;
+    let mut lines = metrics.lines();
+    // It appears with its first value.
+    let value = lines.find_map(|line| line.strip_prefix("istio_agent_envoy_drains_total "));
+    value.map_or(Some(0), |value| value.parse().ok())
+}
+
+/// Starts a pod whose agent knows that Envoy is live: before that, a drain has no delay.
+async fn ready(settings: Settings<'_>, control_plane: &ControlPlane) -> Pod {
+    let pod = Pod::serving(settings, control_plane).await;
+    let is_ready = async || pod.status(Method::GET, "/healthz/ready").await;
+    eventually("the pod is ready", is_ready).await;
+    eventually("Envoy runs", async || {
+        let report = pod.status(Method::GET, "/debug/envoy").await?;
+        report.contains("\"state\":\"running\"").then_some(())
+    })
+    .await;
+    pod
+}
+
+#[tokio::test]
+async fn envoy_accepts_connections_during_the_delay_before_the_drain_of_a_hook() {
+    let Some(binary) = envoy_binary() else { return };
+    let port = free_port();
+    let control_plane = ControlPlane::of(&[answering("all", port)]).await;
+    let environment =
+        [("ISTIO_AGENT_DRAIN_DELAY", "3s"), ("TERMINATION_GRACE_PERIOD_SECONDS", "60")];
+    let settings = Settings { envoy: Some(&binary), environment: &environment };
+    let mut pod = ready(settings, &control_plane).await;
+    // The hook returns at once, and a second one does not begin the delay again.
+    for _ in 0..2 {
+        pod.status(Method::POST, "/drain").await.unwrap();
+        assert_eq!(drain_calls(&pod).await, Some(0));
+        let head = get(port).await.unwrap().to_ascii_lowercase();
+        assert!(!head.contains("connection: close"), "{head}");
+    }
+    eventually("the drain", async || (drain_calls(&pod).await? == 1).then_some(())).await;
+    pod.agent.signal(Signal::TERM);
+    assert!(pod.agent.end().await.success());
+    let log = pod.agent.log();
+    assert_eq!(log.matches("Envoy accepts connections for 3.0 s more").count(), 1, "{log}");
+    assert_eq!(log.matches("Agent draining Proxy").count(), 0, "{log}");
+}
+
+#[tokio::test]
+async fn a_signal_after_the_hook_waits_for_the_rest_of_the_delay_and_quitquitquit_does_not() {
+    let Some(binary) = envoy_binary() else { return };
+    let control_plane = ControlPlane::of(&[]).await;
+    let environment =
+        [("ISTIO_AGENT_DRAIN_DELAY", "2s"), ("TERMINATION_GRACE_PERIOD_SECONDS", "60")];
+    let settings = Settings { envoy: Some(&binary), environment: &environment };
+    let mut pod = ready(settings, &control_plane).await;
+    pod.status(Method::POST, "/drain").await.unwrap();
+    pod.agent.signal(Signal::TERM);
+    assert!(pod.agent.end().await.success());
+    let log = pod.agent.log();
+    let (delay, drain) = (log.find("for 2.0 s more"), log.find("Agent draining Proxy"));
+    assert!(delay.is_some() && delay < drain, "{log}");
+    assert_eq!(log.matches("for 2.0 s more").count(), 1, "{log}");
+    let mut pod = ready(settings, &control_plane).await;
+    pod.status(Method::POST, "/quitquitquit").await.unwrap();
+    assert!(pod.agent.end().await.success());
+    assert!(!pod.agent.log().contains("for 2.0 s more"));
+}
+
+#[tokio::test]
+async fn the_delay_before_the_drain_ends_with_the_application() {
+    if !namespace::is_inside("drain::the_delay_before_the_drain_ends_with_the_application") {
+        return;
+    }
+    let Some(binary) = envoy_binary() else { return };
+    // This process is the application as long as its control plane listens.
+    let control_plane = ControlPlane::of(&[]).await;
+    let environment =
+        [("ISTIO_AGENT_DRAIN_DELAY", "1h"), ("TERMINATION_GRACE_PERIOD_SECONDS", "7200")];
+    let settings = Settings { envoy: Some(&binary), environment: &environment };
+    let mut pod = ready(settings, &control_plane).await;
+    pod.agent.signal(Signal::TERM);
+    pod.agent.logs("for 1 h more").await;
+    assert!(!pod.agent.log().contains("no application listens"));
+    let _dead = control_plane.kill().await;
+    pod.agent.logs("no application listens in this pod any more").await;
+    assert!(pod.agent.end().await.success());
 }
 
 /// Returns a listener that forwards connections to the cluster without parsing their bytes.
