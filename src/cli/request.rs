@@ -18,8 +18,8 @@ use http::{Method, Request, StatusCode};
 
 use super::ignore_closed_pipe;
 use super::redirected;
+use crate::config;
 use crate::config::environment::Environment;
-use crate::config::{self, below};
 use crate::net::http_client::{Client, http_url};
 use crate::runtime::lifecycle::BoxError;
 use crate::standby;
@@ -58,8 +58,8 @@ pub async fn run(
     output: &mut impl Write,
 ) -> Result<(), BoxError> {
     let port = flags.debug_port;
-    let is_status_port = || config::status_port(environment, root).map(i32::from) == Some(port);
-    if !PORTS.contains(&port) && !is_status_port() {
+    if !PORTS.contains(&port) && config::status_port(environment, root).map(i32::from) != Some(port)
+    {
         let allowed = "is not in allowed list [15000 15004 15020 15021]";
         return Err(format!("debug port {port} {allowed}").into());
     }
@@ -68,9 +68,10 @@ pub async fn run(
         let written = writeln!(output, "another container of this pod serves");
         return Ok(ignore_closed_pipe(written)?);
     }
-    let is_admin = port == ADMIN;
-    let socket = is_admin.then(|| config::admin_socket(environment, root)).flatten();
-    let socket = socket.map(|path| below(root, path));
+    let socket = match port {
+        ADMIN => config::admin_socket(environment, root),
+        _ => None,
+    };
     let (url, server) = match &socket {
         Some(socket) => (format!("http://localhost/{path}"), socket.display().to_string()),
         None => (format!("http://localhost:{port}/{path}"), format!("port {port}")),
@@ -92,8 +93,8 @@ async fn send(
     let method = Method::from_bytes(flags.method.as_bytes());
     *request.method_mut() =
         method.map_err(|_| format!("{:?} is not an HTTP method", flags.method))?;
-    let client = socket.map_or_else(redirected, Client::of_socket);
-    let (head, mut body) = client.send(request).await?.into_parts();
+    let response = socket.map_or_else(redirected, Client::of_socket).send(request).await?;
+    let (head, mut body) = response.into_parts();
     let status = head.status;
     let is_error = match socket {
         Some(_) => !status.is_success(),

@@ -40,9 +40,14 @@ pub(super) fn socket(config: &ProxyConfig, env: &Environment) -> Result<Option<P
     if config.custom_config_file.is_empty() {
         return Ok(path);
     }
-    let found = "customConfigFile has the address of the admin interface";
-    let problem = Problem::new(codes::ADMIN_SOCKET_UNSUPPORTED, variable.row.name, found);
-    Err(Unusable::Ignored(problem.consequence("the agent uses proxyAdminPort")))
+    Err(Unusable::Ignored(
+        Problem::new(
+            codes::ADMIN_SOCKET_UNSUPPORTED,
+            variable.row.name,
+            "customConfigFile has the address of the admin interface",
+        )
+        .consequence("the agent uses proxyAdminPort"),
+    ))
 }
 
 /// Returns true if the contract of Istio holds. Fails if the pod does not meet its conditions.
@@ -59,8 +64,7 @@ pub(super) fn is_istios(config: &ProxyConfig, env: &Environment) -> Result<bool,
         text if text.is_empty() || text.eq_ignore_ascii_case(PORT) => Ok(false),
         _ if value != SOCKET => Err(Problem::value(code, name, &value, "TCP or UDS")),
         _ if !env.get(&variables::ISTIO_NATIVE_SIDECAR) => {
-            let found = "UDS needs a native sidecar (ISTIO_NATIVE_SIDECAR=true)";
-            Err(Problem::new(code, name, found))
+            Err(Problem::new(code, name, "UDS needs a native sidecar (ISTIO_NATIVE_SIDECAR=true)"))
         }
         _ => match bootstraps.iter().find(|(_, is_set)| *is_set) {
             Some((other, _)) => {

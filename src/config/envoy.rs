@@ -58,10 +58,9 @@ impl Loader<'_> {
             admin: Admin {
                 address: match &bootstrap.admin_socket {
                     Some(socket) => Address::Socket(socket.as_path().into()),
-                    None => {
-                        let port = self.proxy_config.admin_port();
-                        Address::Port((bootstrap.admin_host(), port).into())
-                    }
+                    None => Address::Port(
+                        (bootstrap.admin_host(), self.proxy_config.admin_port()).into(),
+                    ),
                 },
                 limit: ADMIN_CALL,
             },
@@ -144,13 +143,14 @@ impl Loader<'_> {
     fn drain_delay(&mut self) -> Duration {
         let delay = self.get(&variables::ISTIO_AGENT_DRAIN_DELAY);
         let wanted = delay.saturating_add(self.get(&variables::ISTIO_AGENT_DRAIN_JITTER));
-        let (subject, longest) =
-            ("ISTIO_AGENT_DRAIN_DELAY and ISTIO_AGENT_DRAIN_JITTER", self.longest_delay());
-        let expected = "no more than the grace period with the drain and 2s";
-        self.limited(subject, wanted, longest, expected);
-        let delay = delay.min(longest);
-        let part = duration::scaled(longest.saturating_sub(delay), fastrand::f64());
-        delay.saturating_add(part)
+        let longest = self.limited(
+            "ISTIO_AGENT_DRAIN_DELAY and ISTIO_AGENT_DRAIN_JITTER",
+            wanted,
+            self.longest_delay(),
+            "no more than the grace period with the drain and 2s",
+        );
+        let jitter = duration::scaled(longest.saturating_sub(delay), fastrand::f64());
+        delay.min(longest).saturating_add(jitter)
     }
 
     /// Returns the longest delay before the drain that fits into the grace period.

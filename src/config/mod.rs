@@ -153,7 +153,7 @@ pub fn status_port(env: &Environment, root: &Path) -> Option<u16> {
 pub fn admin_socket(env: &Environment, root: &Path) -> Option<PathBuf> {
     let annotations = pod::pairs(root, "annotations", &mut Vec::new()).unwrap_or_default();
     let config = merged::proxy_config(env, root, &annotations);
-    admin::socket(&config, env).unwrap_or_default()
+    admin::socket(&config, env).unwrap_or_default().map(|path| below(root, path))
 }
 
 /// Reads the ProxyConfig of all its sources, even if the agent cannot use it.
@@ -385,7 +385,7 @@ impl<'a> Loader<'a> {
 const NOWHERE: &str = "/nonexistent";
 
 /// Resolves a path against a root.
-pub fn below(root: &Path, path: impl AsRef<Path>) -> PathBuf {
+fn below(root: &Path, path: impl AsRef<Path>) -> PathBuf {
     let path = path.as_ref();
     match path.strip_prefix("/") {
         // `join` would replace the root by an absolute path.

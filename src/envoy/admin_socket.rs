@@ -1,7 +1,7 @@
 //! Prepares the place of Envoy's admin socket.
 //!
-//! Whoever can open the socket controls Envoy, so only Envoy's user has access to its directory. Envoy creates the
-//! socket, and does not remove it when it exits.
+//! A process that can open the socket can stop Envoy, so only Envoy's user has access to its directory. Envoy creates
+//! the socket, and does not remove it when it exits.
 
 use std::fs;
 use std::io;
@@ -23,15 +23,11 @@ pub(super) fn prepare(socket: &Path, user: u32) -> Result<(), Problem> {
 }
 
 fn try_prepare(socket: &Path, user: u32) -> io::Result<()> {
-    let invalid = || io::Error::other("expected a path of a directory, a directory and a file");
-    let (Some(directory), Some(file)) = (socket.parent(), socket.file_name()) else {
-        return Err(invalid());
-    };
-    let (Some(parent), Some(name)) = (directory.parent(), directory.file_name()) else {
-        return Err(invalid());
-    };
-    let directory = Directory::owned_by(user, parent, &name.to_string_lossy())?;
-    let file = file.to_string_lossy();
+    let directory = socket.parent().unwrap_or(Path::new(""));
+    let parent = directory.parent().filter(|path| !path.as_os_str().is_empty());
+    let name = directory.file_name().unwrap_or_default().to_string_lossy();
+    let directory = Directory::owned_by(user, parent.unwrap_or(Path::new(".")), &name)?;
+    let file = socket.file_name().unwrap_or_default().to_string_lossy();
     let path = directory.path_to(&file);
     let Some(found) = if_exists(fs::symlink_metadata(&path))? else {
         return Ok(());

@@ -438,9 +438,8 @@ impl Supervisor {
         }
     }
 
-    /// Waits for the end of the delay before the drain, which begins with the first call. It ends early if the delay
-    /// helps nobody: when no application of the pod listens any more, or if the drain waits for the last connection,
-    /// when there is none.
+    /// Waits for the end of the delay before the drain, which begins with the first call. It ends early if no application
+    /// of the pod listens any more. A delay before a drain until idle also ends early if there is no connection.
     fn delay(&mut self) -> impl Future<Output = ()> + Send + use<> {
         let delay = self.config.limits.delay;
         let until = *self.delay_until.get_or_insert_with(|| {

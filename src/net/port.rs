@@ -24,8 +24,8 @@ pub(crate) fn holder(port: u16) -> Option<String> {
     Some(format!("process {pid} ({}) listens on it", name.trim()))
 }
 
-/// Returns true if a process other than this one and `own` listens on a TCP port. Sockets of processes whose files
-/// cannot be listed are those of others.
+/// Returns true if a process other than this one and `own` listens on a TCP port. If the files of an own process cannot
+/// be listed, its sockets count as sockets of other processes.
 pub(crate) fn others_listen(own: &[u32]) -> bool {
     let files: HashSet<_> =
         own.iter().chain([&std::process::id()]).flat_map(|pid| links(*pid)).collect();

@@ -16,6 +16,7 @@ use tokio::task::coop::consume_budget;
 use super::format::{Format, content_type};
 use super::negotiate::is_gzip;
 use super::targets::Target;
+use super::tls;
 use crate::net::http_client::{self, Body, Client};
 use crate::problem::{Code, Problem, codes};
 use crate::runtime::lifecycle::with_causes;
@@ -81,7 +82,7 @@ impl Source {
     /// Prepares the request for a page, of which up to `limit` bytes are read. [`Self::read_head`] sends it. The
     /// query of the path is not logged, as it may hold a secret. The error of `client` says why there is none.
     pub(super) fn new(
-        client: BoxFuture<'static, Result<Client, String>>,
+        client: BoxFuture<'static, Result<Client, tls::Error>>,
         headers: HeaderMap,
         origin: Origin,
         Target { port, path, tls }: &Target,
@@ -94,7 +95,7 @@ impl Source {
         *request.uri_mut() = uri.parse().unwrap_or_default();
         *request.headers_mut() = headers;
         let response = async move {
-            let client = client.await.map_err(|why| (codes::SCRAPE_TLS_UNUSABLE, why))?;
+            let client = client.await.map_err(unusable)?;
             client.send(request).await.map_err(broken)
         };
         let path = path.split_once('?').map_or(path.as_str(), |(path, _)| path);
@@ -211,6 +212,10 @@ impl Source {
 
 fn broken(error: http_client::Error) -> Failure {
     (codes::SCRAPE_FAILED, with_causes(&error))
+}
+
+fn unusable(error: tls::Error) -> Failure {
+    (codes::SCRAPE_TLS_UNUSABLE, with_causes(&error))
 }
 
 fn not_gzip(error: io::Error) -> Failure {

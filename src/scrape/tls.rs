@@ -4,16 +4,17 @@
 //! change.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use parking_lot::Mutex;
 use rustls::client::danger::ServerCertVerifier;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem};
 use rustls::sign::SingleCertAndKey;
 use serde::Deserialize;
-use tokio::task::spawn_blocking;
+use tokio::task::{JoinError, spawn_blocking};
 use zeroize::Zeroizing;
 
 use crate::files::regular_file;
@@ -23,7 +24,8 @@ use crate::net::unverified_tls;
 use crate::trust::chain_verifier::AnyName;
 use crate::trust::compliance::Policy;
 use crate::trust::key_pair::certified;
-use crate::trust::{pem, trust_anchors};
+use crate::trust::pem::{first, items};
+use crate::trust::trust_anchors;
 
 /// The largest file.
 const MAX_FILE: u64 = 1 << 20;
@@ -39,8 +41,34 @@ pub struct Files {
     key_file: Option<PathBuf>,
 }
 
+/// A file that was read.
+#[derive(PartialEq)]
+struct Content {
+    path: PathBuf,
+    pem: Zeroizing<Vec<u8>>,
+}
+
 /// The content of [`Files`], in the order of its members.
-type Contents = [Option<Zeroizing<Vec<u8>>>; 3];
+type Contents = [Option<Content>; 3];
+
+/// Why the files cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error("cannot read {}", .path.display())]
+    File { path: PathBuf, source: io::Error },
+    #[error("{}: {why}", .path.display())]
+    Roots { path: PathBuf, why: String },
+    #[error("{} has no PEM certificates", .path.display())]
+    Chain { path: PathBuf, source: pem::Error },
+    #[error("{} has no PEM key", .path.display())]
+    Key { path: PathBuf, source: pem::Error },
+    #[error("{} cannot be used with its key", .path.display())]
+    Pair { path: PathBuf, source: rustls::Error },
+    #[error("cannot set up TLS")]
+    Tls(#[from] rustls::Error),
+    #[error(transparent)]
+    Panicked(#[from] JoinError),
+}
 
 /// The clients of targets by port, and the files that they were made of.
 #[derive(Clone, Default)]
@@ -63,8 +91,8 @@ pub fn parse(text: &str) -> Result<BTreeMap<u16, Files>, String> {
 
 impl Clients {
     /// Returns the client for a port. Fails if the files cannot be used.
-    pub(super) async fn of(self, port: u16, files: Arc<Files>) -> Result<Client, String> {
-        let made = spawn_blocking(move || {
+    pub(super) async fn of(self, port: u16, files: Arc<Files>) -> Result<Client, Error> {
+        spawn_blocking(move || {
             let contents = files.read()?;
             let mut clients = self.0.lock();
             if let Some((known, client)) = clients.get(&port)
@@ -73,64 +101,65 @@ impl Clients {
                 return Ok(client.clone());
             }
             let client = Client::new(Config {
-                tls: Some(files.tls(&contents)?),
+                tls: Some(tls(&contents)?),
                 redirects: Redirects::Follow,
                 keeps_connections: true,
                 ..Config::default()
             });
             clients.insert(port, (contents, client.clone()));
             Ok(client)
-        });
-        made.await.map_err(|panic| panic.to_string())?
+        })
+        .await?
     }
 }
 
 impl Files {
-    fn read(&self) -> Result<Contents, String> {
-        let read = |path: &Option<PathBuf>| {
-            let path = path.as_ref()?;
-            let file = regular_file::open_trusted(path);
-            let content = file.and_then(|file| regular_file::read_open(file, MAX_FILE));
-            Some(content.map_err(|error| format!("{}: {error}", path.display())))
-        };
+    fn read(&self) -> Result<Contents, Error> {
         Ok([
-            read(&self.ca_file).transpose()?,
-            read(&self.cert_file).transpose()?,
-            read(&self.key_file).transpose()?,
+            self.ca_file.as_deref().map(Content::read).transpose()?,
+            self.cert_file.as_deref().map(Content::read).transpose()?,
+            self.key_file.as_deref().map(Content::read).transpose()?,
         ])
-    }
-
-    fn tls(&self, [roots, chain, key]: &Contents) -> Result<Arc<rustls::ClientConfig>, String> {
-        let verifier: Arc<dyn ServerCertVerifier> = match roots {
-            None => unverified_tls::verifier(),
-            Some(pem) => {
-                let path = self.ca_file.as_deref().unwrap_or(Path::new(""));
-                let roots = trust_anchors::parse(path, pem, SystemTime::now())
-                    .map_err(|why| format!("{}: {why}", path.display()))?;
-                Arc::new(AnyName(roots))
-            }
-        };
-        let builder = Policy::None.builder().map_err(|error| error.to_string())?;
-        let builder = builder.dangerous().with_custom_certificate_verifier(verifier);
-        let mut config = match (chain, key) {
-            (Some(chain), Some(key)) => {
-                let pair = pair(chain, key).map_err(|why| {
-                    let path = self.cert_file.as_deref().unwrap_or(Path::new(""));
-                    format!("{} and its key: {why}", path.display())
-                })?;
-                builder.with_client_cert_resolver(Arc::new(pair))
-            }
-            _ => builder.with_no_client_auth(),
-        };
-        config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        Ok(config.into())
     }
 }
 
-fn pair(chain: &[u8], key: &[u8]) -> Result<SingleCertAndKey, String> {
-    let chain: Result<Vec<_>, _> = pem::items::<CertificateDer>(chain).collect();
-    let chain = chain.map_err(|error| format!("no PEM certificates: {error}"))?;
-    let key = pem::first::<PrivateKeyDer>(key).map_err(|error| format!("no PEM key: {error}"))?;
-    let pair = certified(chain, &Zeroizing::new(key)).map_err(|error| error.to_string())?;
-    Ok(pair.into())
+impl Content {
+    fn read(path: &Path) -> Result<Self, Error> {
+        let path = path.to_owned();
+        match regular_file::open_trusted(&path)
+            .and_then(|file| regular_file::read_open(file, MAX_FILE))
+        {
+            Ok(pem) => Ok(Self { path, pem }),
+            Err(source) => Err(Error::File { path, source }),
+        }
+    }
+}
+
+fn tls([roots, chain, key]: &Contents) -> Result<Arc<rustls::ClientConfig>, Error> {
+    let verifier: Arc<dyn ServerCertVerifier> = match roots {
+        None => unverified_tls::verifier(),
+        Some(Content { path, pem }) => {
+            let roots = trust_anchors::parse(path, pem, SystemTime::now());
+            Arc::new(AnyName(roots.map_err(|why| Error::Roots { path: path.clone(), why })?))
+        }
+    };
+    let builder = Policy::None.builder()?.dangerous().with_custom_certificate_verifier(verifier);
+    let mut config = match (chain, key) {
+        (Some(chain), Some(key)) => builder.with_client_cert_resolver(Arc::new(pair(chain, key)?)),
+        _ => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(config.into())
+}
+
+fn pair(chain: &Content, key: &Content) -> Result<SingleCertAndKey, Error> {
+    let certificates: Result<Vec<_>, _> = items::<CertificateDer>(&chain.pem).collect();
+    let certificates =
+        certificates.map_err(|source| Error::Chain { path: chain.path.clone(), source })?;
+    let key = first::<PrivateKeyDer>(&key.pem)
+        .map_err(|source| Error::Key { path: key.path.clone(), source })?;
+    match certified(certificates, &Zeroizing::new(key)) {
+        Ok(pair) => Ok(pair.into()),
+        Err(source) => Err(Error::Pair { path: chain.path.clone(), source }),
+    }
 }

@@ -214,13 +214,13 @@ impl Machine {
     }
 
     fn handle_drain_order(&mut self) -> Action {
+        let has_delay = self.limits.at_most(Step::DrainDelay).is_some();
         match self.phase {
             Phase::Delaying => return Action::Nothing,
-            Phase::Running if self.limits.at_most(Step::DrainDelay).is_some() => {
-                return self.enter(Phase::Delaying, Action::Delay);
-            }
-            _ => self.is_drained = true,
+            Phase::Running if has_delay => return self.enter(Phase::Delaying, Action::Delay),
+            _ => {}
         }
+        self.is_drained = true;
         match self.phase {
             // A starting Envoy may not accept the call yet; it is repeated once Envoy is live.
             Phase::Starting => Action::Drain,

@@ -38,8 +38,8 @@ pub(super) struct Answer {
     pub(super) sent: Instant,
     /// The clusters that Envoy did not have, if it was ready.
     pub(super) new: Vec<Bytes>,
-    /// The names of the endpoints that Envoy gets again if it is late: those of the new clusters. If there are none, of one
-    /// changed cluster, whose answer tells whether clusters warm.
+    /// The clusters whose endpoints Envoy gets again if it is late: all new clusters or, if there are none, one changed
+    /// cluster, because Envoy's answer for one tells whether clusters warm.
     pub(super) repeated: Vec<NameDigest>,
     pub(super) kind: Kind,
 }
