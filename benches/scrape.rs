@@ -31,12 +31,32 @@ const ROUNDS: usize = 9;
 
 fn main() {
     let mut table =
-        Table::new(&["lines", "targets", "MB", "direct", "merged", "MB/s", "of direct"]);
-    for (lines, targets) in [(100, 1), (10_000, 1), (100_000, 1), (100, 2), (100_000, 2)] {
+        Table::new(&["page", "lines", "targets", "MB", "direct", "merged", "MB/s", "of direct"]);
+    for (lines, targets, format) in [
+        (100, 1, Format::Text),
+        (10_000, 1, Format::Text),
+        (100_000, 1, Format::Text),
+        (100, 2, Format::Text),
+        (100_000, 2, Format::Text),
+        (100_000, 1, Format::Copied),
+        (100_000, 1, Format::Converted),
+    ] {
         let ports: Vec<_> = (0..=targets)
             .map(|number| {
-                let page = server::large(&format!("source{number}"), lines / (targets + 1));
-                server::page(server::TEXT, page)
+                let (prefix, lines) = (format!("source{number}"), lines / (targets + 1));
+                match (format, number) {
+                    (Format::Text, _) => server::page(server::TEXT, server::large(&prefix, lines)),
+                    // One sample in protobuf makes the page protobuf.
+                    (Format::Converted, 0) => {
+                        server::page(server::PROTOBUF, server::large_in_protobuf(&prefix, 1))
+                    }
+                    (Format::Converted, _) => {
+                        server::page(server::TEXT, server::large(&prefix, 2 * lines))
+                    }
+                    (Format::Copied, _) => {
+                        server::page(server::PROTOBUF, server::large_in_protobuf(&prefix, lines))
+                    }
+                }
             })
             .collect();
         let scrape = scrape(&ports);
@@ -49,6 +69,7 @@ fn main() {
         let (direct, merged) = (median(direct), median(merged));
         let megabytes = bytes as f64 / 1e6;
         table.row([
+            format.name().to_owned(),
             lines.to_string(),
             targets.to_string(),
             format!("{megabytes:.2}"),
@@ -59,6 +80,26 @@ fn main() {
         ]);
     }
     table.print();
+}
+
+/// The format of the merged page, and the one of the sources.
+#[derive(Clone, Copy)]
+enum Format {
+    Text,
+    /// Protobuf of protobuf.
+    Copied,
+    /// Protobuf of text.
+    Converted,
+}
+
+impl Format {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Copied => "protobuf",
+            Self::Converted => "protobuf of text",
+        }
+    }
 }
 
 fn scrape(ports: &[u16]) -> Scrape {
@@ -106,7 +147,8 @@ async fn fetch(ports: &[u16]) {
 
 /// Reads the merged page, and returns its length.
 async fn merge(scrape: &Scrape) -> usize {
-    let request = http::Request::get("/stats/prometheus").body(());
+    let request =
+        http::Request::get("/stats/prometheus").header("accept", server::PROTOBUF).body(());
     let request = request.expect("a request").into_parts().0;
     let mut body = scrape.page(request).await.into_body();
     let mut length = 0;

@@ -3,30 +3,51 @@
 use http::HeaderValue;
 
 pub(super) const OPEN_METRICS: &str = "application/openmetrics-text";
+pub(super) const PROTOBUF: &str = "application/vnd.google.protobuf";
 /// The content type of a merged page in text.
 pub(super) const TEXT_PAGE: &str = "text/plain; version=0.0.4; charset=utf-8";
 const OPEN_METRICS_0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
 const OPEN_METRICS_1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// The stricter format is the greater one.
+/// The content type of a page in protobuf.
+pub(super) const PROTOBUF_PAGE: &str =
+    "application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited";
+
+/// The stricter text format is the greater one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Format {
     #[default]
     Text,
     OpenMetrics,
+    Protobuf,
 }
 
 impl Format {
     /// Returns the format of a page with one of the content types above.
     pub(super) fn from_content_type(content_type: &str) -> Self {
-        if content_type == TEXT_PAGE { Self::Text } else { Self::OpenMetrics }
+        match content_type {
+            TEXT_PAGE => Self::Text,
+            PROTOBUF_PAGE => Self::Protobuf,
+            _ => Self::OpenMetrics,
+        }
+    }
+
+    /// Returns the name by which scrapes are counted.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::OpenMetrics => "openmetrics",
+            Self::Protobuf => "proto",
+        }
     }
 }
 
 /// Returns the one of the content types above that a page's `Content-Type` stands for.
 pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
     let text = header.and_then(|header| header.to_str().ok()).unwrap_or_default();
-    if media_type(text) != OPEN_METRICS {
+    if is_protobuf(text) && parameter(text, "encoding").is_some() {
+        PROTOBUF_PAGE
+    } else if media_type(text) != OPEN_METRICS {
         TEXT_PAGE
     } else if text.contains("1.0.0") {
         OPEN_METRICS_1
@@ -35,6 +56,22 @@ pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
     } else {
         TEXT_PAGE
     }
+}
+
+/// Returns true for the media type of delimited messages `MetricFamily`, or one that does not say what its messages
+/// are.
+pub(super) fn is_protobuf(member: &str) -> bool {
+    let is = |name, expected| parameter(member, name).is_none_or(|value| value == expected);
+    media_type(member) == PROTOBUF
+        && is("proto", "io.prometheus.client.MetricFamily")
+        && is("encoding", "delimited")
+}
+
+/// Returns a parameter of a media type, without its quotes.
+pub(super) fn parameter<'m>(member: &'m str, name: &str) -> Option<&'m str> {
+    let parameters = member.split(';').skip(1).filter_map(|parameter| parameter.split_once('='));
+    let mut values = parameters.filter(|(found, _)| found.trim().eq_ignore_ascii_case(name));
+    values.next().map(|(_, value)| value.trim().trim_matches('"'))
 }
 
 /// Strips the parameters from a media type, or from another member of a header that is a list.
@@ -61,6 +98,11 @@ mod tests {
             (Some("text/plain; version=0.0.4"), TEXT_PAGE),
             (Some("text/html"), TEXT_PAGE),
             (Some(""), TEXT_PAGE),
+            (Some(PROTOBUF_PAGE), PROTOBUF_PAGE),
+            (Some("Application/vnd.google.protobuf;Encoding=\"delimited\""), PROTOBUF_PAGE),
+            (Some("application/vnd.google.protobuf"), TEXT_PAGE),
+            (Some("application/vnd.google.protobuf; encoding=text"), TEXT_PAGE),
+            (Some("application/vnd.google.protobuf; proto=x; encoding=delimited"), TEXT_PAGE),
         ] {
             let value = header.map(|header| header.parse().expect("a value"));
             assert_eq!(content_type(value.as_ref()), expected, "{header:?}");

@@ -5,6 +5,8 @@
 //! and counted, because a scraper refuses the complete page for one of them. The quotes of a text page may contain line
 //! feeds: a malformed line is read again together with the lines that close its quotes.
 //!
+//! The samples of a page in protobuf are collected by [`Families`] in place of lines, with their times and exemplars.
+//!
 //! If the formats of source and page differ, types and times change as far as a strict parser requires:
 //!
 //! - A counter of the text format is of type `unknown` in OpenMetrics if its name does not end in `_total`, or
@@ -22,6 +24,7 @@ use memchr::memchr;
 
 use super::format::Format;
 use super::output::Output;
+use super::protobuf::Families;
 use super::sample::{BLANKS, Names, Sample, line_length, split_name};
 use super::seen::Seen;
 
@@ -35,12 +38,20 @@ pub struct Hidden {
     pub end: &'static str,
 }
 
+impl Hidden {
+    pub(super) fn hides(&self, name: &str) -> bool {
+        name.starts_with(self.start) && name.ends_with(self.end)
+    }
+}
+
 #[derive(Default)]
 pub(super) struct Lines {
     from: Format,
     to: Format,
-    /// The stricter one of the two formats, which samples must follow.
+    /// The stricter one of the two text formats, which samples must follow.
     grammar: Format,
+    /// The samples of a page in protobuf.
+    families: Option<Families>,
     hidden: Vec<Hidden>,
     /// The beginning of a line that has not arrived completely, or lines with open quotes.
     partial: Vec<u8>,
@@ -68,7 +79,10 @@ use Verdict::{Drop, Show};
 
 impl Lines {
     pub(super) fn new(from: Format, to: Format, hidden: Vec<Hidden>) -> Self {
-        Self { from, to, grammar: from.max(to), hidden, ..Self::default() }
+        let is_protobuf = to == Format::Protobuf;
+        let grammar = if is_protobuf { from } else { from.max(to) };
+        let families = is_protobuf.then(Families::default);
+        Self { from, to, grammar, families, hidden, ..Self::default() }
     }
 
     /// Takes a chunk of the source, and writes the lines that it completes to the page.
@@ -100,6 +114,10 @@ impl Lines {
             lines.push(b'\n');
         }
         self.write_lines(&lines, false, seen, output);
+        if let Some(families) = &mut self.families {
+            families.end_family();
+            output.write(&families.page);
+        }
     }
 
     /// Writes the complete lines to the page, as far as they belong there, and returns their length. Counts malformed
@@ -146,6 +164,9 @@ impl Lines {
             begin = end;
         }
         output.write(&page[unwritten..begin]);
+        if let Some(families) = &mut self.families {
+            output.write(&mem::take(&mut families.page));
+        }
         begin
     }
 
@@ -158,8 +179,8 @@ impl Lines {
         // Prometheus would take blanks before a name for a part of the name.
         let text = line.trim_end_matches('\r').trim_start_matches(BLANKS);
         match text.as_bytes().first() {
-            None if self.to == Format::OpenMetrics => Some(Drop),
-            None => Some(Show(text.into())),
+            None if self.to == Format::Text => Some(Show(text.into())),
+            None => Some(Drop),
             Some(b'#') => self.judge_comment(text, seen),
             Some(_) => self.judge_sample(text, seen),
         }
@@ -184,6 +205,10 @@ impl Lines {
             self.duplicates += 1;
             return Some(Drop);
         }
+        if let Some(families) = &mut self.families {
+            families.add(&sample, self.from);
+            return Some(Drop);
+        }
         // The formats write times differently, and text has no exemplars.
         let time = sample.rest.get(1..).and_then(|rest| rest.find(' '));
         let length = match time.filter(|_| self.from != self.to) {
@@ -204,7 +229,7 @@ impl Lines {
             }
             "HELP" | "TYPE" if is_metadata => {}
             "UNIT" if is_metadata && self.from == Format::OpenMetrics => {}
-            _ if self.to == Format::OpenMetrics => return Some(Drop),
+            _ if self.to != Format::Text => return Some(Drop),
             // Prometheus stops reading at such a comment.
             _ if line.contains('\0') => return None,
             _ => return Some(Show(line.into())),
@@ -222,15 +247,19 @@ impl Lines {
             (keyword, text),
             ("UNIT", _) | ("TYPE", "info" | "stateset" | "gaugehistogram")
         );
-        if needs_openmetrics && (self.from, self.to) == (Format::OpenMetrics, Format::Text) {
+        if needs_openmetrics && self.from == Format::OpenMetrics && self.to != Format::OpenMetrics {
             return Some(Drop);
         }
         let (shown, text) = self.convert_metadata(keyword, name, text, seen)?;
+        if let Some(families) = &mut self.families {
+            families.declare(keyword, &shown, text);
+            return Some(Drop);
+        }
         // Parsers that collect families, such as expfmt, refuse the page for a TYPE line after samples.
         let mut suffixes = match (keyword, self.to) {
             ("TYPE", Format::OpenMetrics) => sample_suffixes(text).iter(),
             (_, Format::OpenMetrics) => ALL_SUFFIXES.iter(),
-            (_, Format::Text) => [].iter(),
+            (_, Format::Text | Format::Protobuf) => [].iter(),
         };
         if seen.has_samples(name)
             || seen.has_samples(&shown)
@@ -266,7 +295,9 @@ impl Lines {
     ) -> Option<(Cow<'t, str>, &'t str)> {
         use Format::{OpenMetrics, Text};
         let unchanged = (Cow::Borrowed(name), text);
-        Some(match (keyword, self.from, self.to) {
+        // Names and types of families in protobuf are those of text.
+        let to = if self.to == OpenMetrics { OpenMetrics } else { Text };
+        Some(match (keyword, self.from, to) {
             ("HELP", Text, OpenMetrics) => (short_name(name, seen).into(), text),
             ("UNIT", ..) if !text.is_empty() => {
                 let prefix = name.strip_suffix(text)?;
@@ -290,9 +321,7 @@ impl Lines {
     }
 
     fn hides(&self, name: &str) -> bool {
-        self.hidden
-            .iter()
-            .any(|family| name.starts_with(family.start) && name.ends_with(family.end))
+        self.hidden.iter().any(|family| family.hides(name))
     }
 }
 

@@ -5,6 +5,9 @@
 //! of the targets and of Envoy, in this order, each straight from its socket. A source has four times the time that
 //! is reserved for each later source. A source whose head is late comes last.
 //!
+//! If the scraper reads protobuf and a source answers in it, the page is in protobuf, and the other sources are
+//! converted. Envoy then comes first, as in pilot-agent.
+//!
 //! A source that fails is logged, counted and left out; if it breaks off, its complete lines stay. In OpenMetrics
 //! the response is then aborted, because its end would mean that nothing is missing.
 //!
@@ -15,6 +18,7 @@ mod lines;
 mod metrics;
 mod negotiate;
 mod output;
+mod protobuf;
 mod sample;
 mod seen;
 mod source;
@@ -42,12 +46,13 @@ use crate::problem::codes;
 use crate::runtime::clock::{after, later};
 use crate::runtime::duration::{rounded, scaled};
 use crate::runtime::lifecycle::BoxError;
-use format::{Format, TEXT_PAGE};
+use format::{Format, PROTOBUF_PAGE, TEXT_PAGE};
 pub use lines::Hidden;
 use lines::Lines;
 use metrics::Metrics;
 use negotiate::{SCRAPED_BY_HEADER, TIMEOUT_HEADER};
 use output::Output;
+use protobuf::{Copier, Malformed};
 use seen::Seen;
 use source::{Origin, Source};
 use targets::Target;
@@ -60,6 +65,9 @@ const RESERVE: f64 = 0.25;
 const PAGE_SHARE: f64 = 0.95;
 /// The longest timeout that a scraper can set.
 const MAX_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// The failure of a source that answers in protobuf unasked.
+const NOT_ACCEPTED: &str = "a page in protobuf, which the scraper does not accept";
 
 /// The sources of the page, and the limits of a scrape.
 #[derive(Clone, Debug)]
@@ -124,13 +132,22 @@ impl Scrape {
             self.metrics.report(source);
             source.failure.is_none()
         });
+        let content_type = content_type(&sources, negotiate::accepts_protobuf(&request.headers));
+        let format = Format::from_content_type(content_type);
+        let has_protobuf = sources.iter().any(|source| source.format() == Format::Protobuf);
+        let is_downgrade = has_protobuf && format != Format::Protobuf;
+        self.metrics
+            .formats
+            .with([format.name(), if is_downgrade { "true" } else { "false" }])
+            .inc();
         // A late source comes last, so it has all the time that the others leave.
-        sources.sort_by_key(|source| !source.has_head());
-        let content_type = content_type(&sources);
+        let comes_later =
+            |source: &Source| format == Format::Protobuf && source.origin == Origin::Application;
+        sources.sort_by_key(|source| (!source.has_head(), comes_later(source)));
         let is_gzip = negotiate::accepts_gzip(&request.headers);
         let page = Page {
             scrape: self.clone(),
-            format: Format::from_content_type(content_type),
+            format,
             deadline: later(begin, time_limit),
             seen: Seen::default(),
             output: Output::new(is_gzip),
@@ -188,7 +205,9 @@ impl Scrape {
         };
         let applications = targets.iter().map(|target| source(Origin::Application, target, limit));
         let envoy = self.config.envoy_port.map(|port| {
-            let query = scrape.uri.query().map_or_else(String::new, negotiate::envoy_query);
+            let query = scrape.uri.query();
+            let query = query.map(|query| negotiate::envoy_query(query, &scrape.headers));
+            let query = query.unwrap_or_default();
             let path = format!("/stats/prometheus{query}");
             source(Origin::Envoy, &Target { port, path, tls: None }, u64::MAX)
         });
@@ -209,11 +228,18 @@ impl Page {
     /// Sends the page in chunks: the metrics of the agent, then of each source. An error aborts the response. A
     /// chunk that cannot be sent is ignored: the response was dropped then, and this future with it.
     async fn write(mut self, sources: Vec<Source>, chunks: Sender<Bytes>) -> Result<(), BoxError> {
-        self.seen.begin_source(sources.is_empty());
+        let mut sources = sources.into_iter().peekable();
+        let is_protobuf = self.format == Format::Protobuf;
+        let precedes =
+            |source: &Source| is_protobuf && source.origin == Origin::Envoy && source.has_head();
+        if let Some(envoy) = sources.next_if(precedes) {
+            self.write_source(envoy, sources.len() + 1, &chunks).await?;
+        }
+        self.seen.begin_source(sources.len() == 0);
         let agent = self.scrape.registry.render();
         let mut lines = Lines::new(Format::Text, self.format, Vec::new());
         lines.push(agent.as_bytes(), &mut self.seen, &mut self.output);
-        let mut sources = sources.into_iter();
+        lines.finish(true, &mut self.seen, &mut self.output);
         while let Some(source) = sources.next() {
             self.write_source(source, sources.len(), &chunks).await?;
         }
@@ -244,13 +270,24 @@ impl Page {
             Origin::Envoy => config.hidden.clone(),
             Origin::Application => Vec::new(),
         };
-        let mut lines = Lines::new(source.format(), self.format, hidden);
+        let mut reader = match source.format() {
+            Format::Protobuf => Reader::Protobuf(Copier::new(hidden)),
+            format => Reader::Text(Lines::new(format, self.format, hidden)),
+        };
+        if source.format() == Format::Protobuf && self.format != Format::Protobuf {
+            source.fail(codes::SCRAPE_PAGE_INVALID, NOT_ACCEPTED);
+        }
         while !is_late {
             if let Some(chunk) = self.output.take_ready() {
                 let _ = chunks.send(chunk).await;
             }
             match timeout_at(until, source.chunk()).await {
-                Ok(Some(chunk)) => lines.push(&chunk, &mut self.seen, &mut self.output),
+                Ok(Some(chunk)) => {
+                    let read = reader.push(&chunk, &mut self.seen, &mut self.output);
+                    if let Err(error) = read {
+                        source.fail(codes::SCRAPE_PAGE_INVALID, error);
+                    }
+                }
                 Ok(None) => break,
                 Err(_) => is_late = true,
             }
@@ -260,16 +297,64 @@ impl Page {
         if is_late {
             source.fail(codes::SCRAPE_LATE, "timed out");
         }
-        lines.finish(source.failure.is_none(), &mut self.seen, &mut self.output);
-        let origin = [source.origin.name()];
-        metrics.duplicates.with(origin).add(lines.duplicates);
-        metrics.malformed.with(origin).add(lines.malformed);
+        let is_complete = source.failure.is_none();
+        let finished = reader.finish(is_complete, &mut self.seen, &mut self.output);
+        if let Err(error) = finished
+            && is_complete
+        {
+            source.fail(codes::SCRAPE_PAGE_INVALID, error);
+        }
+        let (origin, (duplicates, malformed)) = ([source.origin.name()], reader.left_out());
+        metrics.duplicates.with(origin).add(duplicates);
+        metrics.malformed.with(origin).add(malformed);
         metrics.report(&source);
         let broke_off = source.failure.is_some() && source.has_head();
         if broke_off && self.format == Format::OpenMetrics {
             return Err("a source broke off".into());
         }
         Ok(())
+    }
+}
+
+/// Reads the page of a source.
+enum Reader {
+    Text(Lines),
+    Protobuf(Copier),
+}
+
+impl Reader {
+    fn push(
+        &mut self,
+        chunk: &[u8],
+        seen: &mut Seen,
+        output: &mut Output,
+    ) -> Result<(), Malformed> {
+        match self {
+            Self::Text(lines) => lines.push(chunk, seen, output),
+            Self::Protobuf(copier) => copier.push(chunk, seen, output)?,
+        }
+        Ok(())
+    }
+
+    fn finish(
+        &mut self,
+        is_complete: bool,
+        seen: &mut Seen,
+        output: &mut Output,
+    ) -> Result<(), Malformed> {
+        match self {
+            Self::Text(lines) => lines.finish(is_complete, seen, output),
+            Self::Protobuf(copier) => copier.finish(output)?,
+        }
+        Ok(())
+    }
+
+    /// Returns the numbers of duplicates and of malformed lines or metrics that were left out.
+    fn left_out(&self) -> (u64, u64) {
+        match self {
+            Self::Text(lines) => (lines.duplicates, lines.malformed),
+            Self::Protobuf(copier) => (copier.duplicates, copier.malformed),
+        }
     }
 }
 
@@ -282,13 +367,19 @@ fn refuse_self_scrape() -> Response<UnsyncBoxBody<Bytes, BoxError>> {
     response
 }
 
-/// Returns the content type that all application pages whose heads have arrived share, or text if they differ or
-/// there is none.
-fn content_type(sources: &[Source]) -> &'static str {
+/// Returns the content type of the merged page: protobuf if the scraper accepts it and a source has it or is late, as
+/// only this page can hold its metrics then. Else the type that all application pages whose heads have arrived
+/// share, or text if they differ or there is none.
+fn content_type(sources: &[Source], accepts_protobuf: bool) -> &'static str {
+    let may_have_protobuf =
+        |source: &Source| source.content_type.is_none_or(|kind| kind == PROTOBUF_PAGE);
+    if accepts_protobuf && sources.iter().any(may_have_protobuf) {
+        return PROTOBUF_PAGE;
+    }
     let mut types = sources
         .iter()
         .filter(|source| source.origin == Origin::Application)
-        .filter_map(|source| source.content_type);
+        .filter_map(|source| source.content_type.filter(|kind| *kind != PROTOBUF_PAGE));
     let shared = types.next().filter(|first| types.all(|other| other == *first));
     shared.unwrap_or(TEXT_PAGE)
 }

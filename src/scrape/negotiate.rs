@@ -1,13 +1,12 @@
 //! Chooses headers and query of the requests to Envoy and to the application, and reads the codings of pages.
 //!
-//! The members of the scraper's `Accept` that are for text or OpenMetrics are passed on unchanged. Protobuf
-//! is never requested, because protobuf pages cannot be joined.
+//! The members of the scraper's `Accept` that are for text, OpenMetrics or delimited protobuf are passed on unchanged.
 
 use http::header::{ACCEPT, ACCEPT_ENCODING, CONTENT_ENCODING, USER_AGENT};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use percent_encoding::percent_decode_str;
 
-use super::format::{Format, OPEN_METRICS, media_type};
+use super::format::{Format, OPEN_METRICS, is_protobuf, media_type, parameter};
 
 /// The scraper's timeout, in seconds.
 pub(super) const TIMEOUT_HEADER: HeaderName =
@@ -55,7 +54,7 @@ fn accept_header(strictest: Format, headers: &HeaderMap) -> String {
         "*" | "*/*" => Some(ANY),
         OPEN_METRICS if is_strict => Some(member),
         "application/*" if is_strict => Some("application/openmetrics-text;version=0.0.1"),
-        _ => None,
+        _ => is_protobuf(member).then_some(member),
     });
     let passed = passed.collect::<Vec<_>>().join(",");
     if passed.is_empty() {
@@ -64,12 +63,33 @@ fn accept_header(strictest: Format, headers: &HeaderMap) -> String {
     passed
 }
 
+/// Returns true if the scraper reads protobuf.
+pub(super) fn accepts_protobuf(headers: &HeaderMap) -> bool {
+    list(headers, ACCEPT).any(|member| is_protobuf(member) && weight(member) > 0.0)
+}
+
+/// Returns true if Envoy answers in protobuf: the scraper reads it, and no text has a higher weight.
+fn prefers_protobuf(headers: &HeaderMap) -> bool {
+    let best = |is_meant: fn(&str) -> bool| {
+        list(headers, ACCEPT).filter(|member| is_meant(member)).map(weight).fold(0.0, f32::max)
+    };
+    let text = best(|member| media_type(member).starts_with("text/"));
+    accepts_protobuf(headers) && best(is_protobuf) >= text
+}
+
+/// Returns the weight of a member of `Accept`.
+fn weight(member: &str) -> f32 {
+    parameter(member, "q").and_then(|weight| weight.parse().ok()).unwrap_or(1.0)
+}
+
 /// Returns the scraper's query for Envoy, with its question mark. Leaves out the member that requests native
-/// histograms: Envoy answers 400 to it, because it has them in protobuf only.
-pub(super) fn envoy_query(query: &str) -> String {
+/// histograms if Envoy answers in text: it would answer 400, because it has them in protobuf only.
+pub(super) fn envoy_query(query: &str, headers: &HeaderMap) -> String {
     const NATIVE: &str = "histogram_buckets=prometheusnative";
-    let forwarded: Vec<_> =
-        query.split('&').filter(|member| !percent_decode_str(member).eq(NATIVE.bytes())).collect();
+    let is_native = |member: &&str| percent_decode_str(member).eq(NATIVE.bytes());
+    let keeps_native = prefers_protobuf(headers);
+    let members = query.split('&').filter(|member| keeps_native || !is_native(member));
+    let forwarded: Vec<_> = members.collect();
     format!("?{}", forwarded.join("&"))
 }
 
@@ -117,12 +137,24 @@ mod tests {
             ("histogram_buckets=summary&x", "?histogram_buckets=summary&x"),
             ("x=histogram_buckets=prometheusnative", "?x=histogram_buckets=prometheusnative"),
         ] {
-            assert_eq!(envoy_query(query), expected);
+            assert_eq!(envoy_query(query, &HeaderMap::new()), expected);
+        }
+        let protobuf = "application/vnd.google.protobuf;encoding=delimited";
+        for (accept, expected) in [
+            (protobuf.to_owned(), "?histogram_buckets=prometheusnative"),
+            (format!("{protobuf};q=0.5,text/plain;q=0.5"), "?histogram_buckets=prometheusnative"),
+            (format!("{protobuf};q=0.4,text/plain;q=0.5"), "?"),
+            (format!("{protobuf};q=0"), "?"),
+            ("application/vnd.google.protobuf;encoding=text".to_owned(), "?"),
+        ] {
+            let headers = headers(ACCEPT, Some(&accept));
+            assert_eq!(envoy_query("histogram_buckets=prometheusnative", &headers), expected);
         }
     }
 
     #[test]
-    fn only_text_is_asked_of_envoy_and_only_text_and_openmetrics_of_the_application() {
+    fn only_formats_that_can_be_joined_are_asked_of_a_source_that_can_write_them() {
+        const PROTOBUF: &str = "application/vnd.google.protobuf;encoding=delimited;q=0.6";
         const OM: &str = "application/openmetrics-text";
         for (accept, envoy, application) in [
             (None, TEXT, TEXT),
@@ -132,11 +164,13 @@ mod tests {
             (Some("*"), ANY, ANY),
             (Some("application/*"), TEXT, "application/openmetrics-text;version=0.0.1"),
             (Some("application/vnd.google.protobuf;proto=x;q=0.9"), TEXT, TEXT),
+            (Some("application/vnd.google.protobuf;encoding=compact-text"), TEXT, TEXT),
+            (Some(PROTOBUF), PROTOBUF, PROTOBUF),
             (Some("Text/*"), "Text/*", "Text/*"),
             (
                 Some(
                     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
-                     application/vnd.google.protobuf;q=0.55,text/plain;version=0.0.4;q=0.4,*/*;q=0.2",
+                     application/vnd.google.protobuf;proto=x;q=0.55,text/plain;version=0.0.4;q=0.4,*/*;q=0.2",
                 ),
                 "text/plain;version=0.0.4;q=0.4,text/plain;version=0.0.4;q=0.1",
                 "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\

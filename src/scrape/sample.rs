@@ -147,7 +147,7 @@ fn are_figures(text: &str, format: Format) -> bool {
                 is_number(value) && time.parse().is_ok_and(f64::is_finite)
             })
         }
-        (_, Format::Text) => {
+        (_, Format::Text | Format::Protobuf) => {
             let text = text.trim_matches(BLANKS);
             let (value, time) = text.split_once(BLANKS).unwrap_or((text, "0"));
             let time = time.trim_start_matches(BLANKS);

@@ -3,15 +3,18 @@
 //! The agent scrapes sources whose responses the test sets byte by byte. Rows that only this agent fulfils are
 //! skipped if `AGENT_BIN` names another one.
 
+use std::fs;
 use std::io::Read;
+use std::path::Path;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::support::http::{ask, try_ask};
+use crate::support::eventually;
+use crate::support::http::ask;
 use crate::support::programs::is_this_agent;
-use crate::support::scraped::{Scraped, Source, TEXT, answer_of};
-use crate::support::{eventually, free_port};
+use crate::support::prometheus::{Prometheus, Samples};
+use crate::support::scraped::{PROTOBUF, Scraped, Source, TEXT, answer_of};
 
 const OM0: &str = "application/openmetrics-text; version=0.0.1; charset=utf-8";
 const OM1: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -443,8 +446,6 @@ async fn metrics_has_all_sources_and_metrics_agent_only_the_agent() {
     }
 }
 
-/// Scrapes with the real Prometheus (Debian's package `prometheus`). Without it, the test reports this and is not
-/// run; if `PROMETHEUS_TESTS` is set, it fails.
 #[tokio::test]
 async fn prometheus_has_all_series_of_the_page() {
     let scraped = Scraped::start(2).await;
@@ -452,39 +453,14 @@ async fn prometheus_has_all_series_of_the_page() {
         |path: &str| format!("# TYPE shared counter\nshared{{path=\"{path}\"}} 1\nsame 7\n");
     scraped.targets[0].has(TEXT, &shared("/a"));
     scraped.targets[1].has(TEXT, &shared("/b"));
-    let folder = tempfile::tempdir().unwrap();
-    let config = format!(
-        "global: {{scrape_interval: 1s, scrape_timeout: 1s}}\nscrape_configs:\n- job_name: pod\n  \
-         metrics_path: /stats/prometheus\n  static_configs: [{{targets: [\"127.0.0.1:{}\"]}}]\n",
-        scraped.port()
-    );
-    std::fs::write(folder.path().join("prometheus.yml"), config).unwrap();
-    let port = free_port();
-    let started = tokio::process::Command::new("prometheus")
-        .current_dir(folder.path())
-        .arg("--config.file=prometheus.yml")
-        .arg("--storage.tsdb.path=data")
-        .arg(format!("--web.listen-address=127.0.0.1:{port}"))
-        .stderr(std::process::Stdio::null())
-        .kill_on_drop(true)
-        .spawn();
-    let Ok(_prometheus) = started else {
-        let sentence = "There is no prometheus.";
-        assert!(std::env::var_os("PROMETHEUS_TESTS").is_none(), "{sentence}");
-        return eprintln!("{sentence} This test is not run.");
-    };
+    let Some(prometheus) = Prometheus::scraping(scraped.port(), &[], "") else { return };
     let finds = async |series: &str| {
-        let query = format!("GET /api/v1/query?query={series}");
-        eventually(series, async || {
-            let answer = try_ask(port, &query, "").await;
-            answer.filter(|answer| answer.body.contains("\"metric\":"))
-        })
-        .await;
+        eventually(series, async || prometheus.query(series).await).await;
     };
     for series in [
         "envoy",
-        "shared%7Bpath=%22/a%22%7D",
-        "shared%7Bpath=%22/b%22%7D",
+        "shared{path=\"/a\"}",
+        "shared{path=\"/b\"}",
         "same",
         "istio_agent_scrapes_total",
         "up==1",
@@ -494,7 +470,7 @@ async fn prometheus_has_all_series_of_the_page() {
     if is_this_agent("pages with malformed lines") {
         let many: String = (0..40_000).map(|n| format!("many{{n=\"{n}\"}} 1\n")).collect();
         let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/scrape");
-        let read = |path| std::fs::read_to_string(format!("{golden}/{path}")).unwrap();
+        let read = |path| fs::read_to_string(format!("{golden}/{path}")).unwrap();
         let text = read("malformed/app0.txt") + "text{x=\"a\nb\"} 1\n";
         let metrics = read("malformed_openmetrics/app0.om").replace("# EOF\n", "");
         scraped.envoy.has(TEXT, &read("malformed/envoy"));
@@ -508,7 +484,7 @@ async fn prometheus_has_all_series_of_the_page() {
             scraped.targets[1].has(kind, &format!("{mark}_too 1\n{end}"));
             let first = if kind == TEXT { "text" } else { "delay_seconds" };
             for series in [first, "site_up", "envoy_up", "envoy_rq_total", "last"] {
-                finds(&format!("{series}%20and%20on()%20{mark}")).await;
+                finds(&format!("{series} and on() {mark}")).await;
             }
         }
         scraped.envoy.has(TEXT, "envoy 1\n");
@@ -520,4 +496,93 @@ async fn prometheus_has_all_series_of_the_page() {
         }
         finds("up==0").await;
     }
+}
+
+#[tokio::test]
+async fn prometheus_has_the_same_series_of_a_page_in_text_and_in_protobuf() {
+    if !is_this_agent("pages in protobuf") {
+        return;
+    }
+    let scraped = Scraped::start(3).await;
+    // Where the formats of source and page differ, text has no times.
+    let job = "  honor_timestamps: false\n";
+    let Some(by_text) = Prometheus::scraping(scraped.port(), &[], job) else { return };
+    let native = ["--enable-feature=native-histograms"];
+    let Some(by_protobuf) = Prometheus::scraping(scraped.port(), &native, job) else { return };
+    let golden = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/scrape"));
+    let mut cases: Vec<_> =
+        fs::read_dir(golden).unwrap().map(|case| case.unwrap().path()).collect();
+    cases.sort();
+    for (number, case) in cases.iter().enumerate() {
+        let pages = [
+            ("app0.txt", TEXT),
+            ("app0.om", OM1),
+            ("app1.txt", TEXT),
+            ("app1.om", OM1),
+            ("envoy", TEXT),
+        ];
+        let pages = pages.map(|(name, kind)| (kind, fs::read_to_string(case.join(name)).ok()));
+        let mut pages = pages.into_iter().filter_map(|(kind, page)| Some((kind, page?)));
+        for target in &scraped.targets {
+            let (kind, page) = pages.next().unwrap_or((TEXT, String::new()));
+            target.has(kind, &page);
+        }
+        // A family `mark` with a gauge.
+        let mark =
+            [b"\x0a\x04mark\x18\x01\x22\x0b\x12\x09\x09", &(number as f64).to_le_bytes()[..]]
+                .concat();
+        scraped.envoy.has(TEXT, &format!("mark {number}\n"));
+        scraped.envoy.has_in_protobuf(&[&[mark.len() as u8], &mark[..]].concat());
+        let series = async |prometheus: &Prometheus| {
+            eventually("the mark", async || prometheus.query(&format!("mark == {number}")).await)
+                .await;
+            let all = "{job=\"pod\",__name__!~\"(istio_agent|scrape|up).*\"}";
+            normalized(prometheus.query(all).await.expect("series"))
+        };
+        let (text, protobuf) = (series(&by_text).await, series(&by_protobuf).await);
+        assert!(text.len() > 1, "{}", case.display());
+        for (series, value) in &text {
+            assert_eq!(protobuf.get(series), Some(value), "{}: {series:?}", case.display());
+        }
+        assert_eq!(text.len(), protobuf.len(), "{}: {protobuf:?}", case.display());
+    }
+    let format = |format| {
+        format!("istio_agent_scrape_format_total{{format=\"{format}\",downgrade=\"false\"}} > 0")
+    };
+    for name in ["text", "proto"] {
+        eventually(name, async || by_text.query(&format(name)).await).await;
+    }
+}
+
+/// Writes the bounds of buckets and quantiles as Prometheus 3 does. Older releases do so for protobuf only.
+fn normalized(samples: Samples) -> Samples {
+    let normalized = samples.into_iter().map(|(mut series, value)| {
+        for bound in ["le", "quantile"] {
+            series.entry(bound.to_owned()).and_modify(|bound| {
+                if let Ok(number) = bound.parse::<f64>() {
+                    *bound = format!("{number:?}");
+                }
+            });
+        }
+        (series, value)
+    });
+    normalized.collect()
+}
+
+#[tokio::test]
+async fn a_source_in_protobuf_that_the_scraper_does_not_accept_is_a_failure() {
+    if !is_this_agent("pages in protobuf") {
+        return;
+    }
+    let scraped = Scraped::start(1).await;
+    scraped.targets[0].has(PROTOBUF, "");
+    let page = scraped.page().await;
+    page.assert_readable("unasked");
+    assert_eq!((page.kind(), page.samples()), (TEXT, vec!["envoy 1".to_owned()]));
+    let downgrade = "istio_agent_scrape_format_total{format=\"text\",downgrade=\"true\"}";
+    assert_eq!(page.figure(downgrade), 1);
+    assert_eq!(scraped.failures("application").await, 1);
+    let accept = "accept: application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited\r\n";
+    assert_eq!(scraped.page_with(accept).await.kind(), PROTOBUF.to_lowercase());
+    assert_eq!(scraped.failures("application").await, 2);
 }

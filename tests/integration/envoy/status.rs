@@ -13,7 +13,9 @@ use crate::support::http::connect;
 use crate::support::pod::{self, BareEnvoy, Pod, Settings};
 use crate::support::process::Process;
 use crate::support::programs::envoy_binary;
+use crate::support::prometheus::Prometheus;
 use crate::support::resources::{cluster, endpoints, listener, routes, secured_listener};
+use crate::support::scraped::{Source, TEXT};
 use crate::support::{eventually, free_port};
 
 /// Sends a GET. Returns the status and body of the response; None if there is no response.
@@ -142,6 +144,35 @@ async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
     let dropped = "istio_agent_scrape_duplicate_series_total{source=\"envoy\"}";
     assert!(shared > 10, "{shared} series of both Envoys");
     assert!(page.contains(dropped), "{shared} dropped");
+}
+
+#[tokio::test]
+async fn prometheus_has_envoys_native_histograms_beside_an_application_in_text() {
+    let Some(binary) = envoy_binary() else { return };
+    let control_plane = ControlPlane::of(&[]).await;
+    let application = Source::start().await;
+    application.has(TEXT, "# TYPE app counter\napp_total 1\n");
+    let target = json!({ "port": application.port.to_string(), "path": "/" }).to_string();
+    let port = free_port().to_string();
+    let environment =
+        &[("ENVOY_PROMETHEUS_PORT", &*port), ("ISTIO_PROMETHEUS_ANNOTATIONS", &target)];
+    let settings = Settings { envoy: Some(&binary), environment };
+    let pod = Pod::serving(settings, &control_plane).await;
+    // Envoy answers 400 to this query if it is asked for text.
+    let job = "  params: {histogram_buckets: [prometheusnative]}\n";
+    let native = ["--enable-feature=native-histograms"];
+    let Some(by_protobuf) = Prometheus::scraping(pod.status_port, &native, job) else { return };
+    let Some(by_text) = Prometheus::scraping(pod.status_port, &[], job) else { return };
+    for (prometheus, is_native) in [(by_protobuf, true), (by_text, false)] {
+        let found = async |selector: &str| {
+            eventually(selector, async || prometheus.query(selector).await).await
+        };
+        found("app_total and on() istio_agent_scrapes_total").await;
+        let connects = "envoy_cluster_upstream_cx_connect_ms";
+        let series = if is_native { connects.to_owned() } else { format!("{connects}_bucket") };
+        let has_histogram = found(&series).await.values().any(|value| value == "histogram");
+        assert_eq!(has_histogram, is_native);
+    }
 }
 
 /// Returns the series of a page. Fails if a series occurs twice.

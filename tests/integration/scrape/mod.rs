@@ -36,6 +36,13 @@ pub fn request() -> http::request::Parts {
     request.expect("a request").into_parts().0
 }
 
+/// Returns a request whose page is in protobuf if a source is.
+pub fn request_for_protobuf() -> http::request::Parts {
+    let mut request = request();
+    request.headers.insert(http::header::ACCEPT, http::HeaderValue::from_static(server::PROTOBUF));
+    request
+}
+
 #[test]
 fn prometheus_own_parsers_read_every_page() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

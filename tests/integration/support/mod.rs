@@ -11,6 +11,7 @@ pub mod place;
 pub mod pod;
 pub mod process;
 pub mod programs;
+pub mod prometheus;
 pub mod python;
 pub mod registry;
 pub mod resources;

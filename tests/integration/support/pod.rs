@@ -302,7 +302,7 @@ pub async fn ready(envoy: &Admin) {
     eventually("Envoy serves", async || ask(envoy, "/ready").await).await;
 }
 
-fn admin(port: u16) -> Admin {
+pub fn admin(port: u16) -> Admin {
     Admin::new(local(port).ip(), port, ADMIN_LIMIT)
 }
 

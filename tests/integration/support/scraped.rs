@@ -15,10 +15,15 @@ use super::{eventually, free_port, local, local_istiod, soon};
 
 pub const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
+pub const PROTOBUF: &str =
+    "application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited";
+
 /// The bytes that a source sends. If `holds` is true, it leaves the connection open afterwards.
 #[derive(Clone, Default)]
 struct Says {
     bytes: Vec<u8>,
+    /// What a client gets that accepts protobuf, if it differs.
+    protobuf: Option<Vec<u8>>,
     holds: bool,
 }
 
@@ -48,16 +53,21 @@ impl Source {
     }
 
     pub fn says(&self, bytes: impl Into<Vec<u8>>) {
-        *self.says.lock().unwrap() = Says { bytes: bytes.into(), holds: false };
+        *self.says.lock().unwrap() = Says { bytes: bytes.into(), ..Says::default() };
     }
 
     pub fn says_and_holds(&self, bytes: &str) {
-        *self.says.lock().unwrap() = Says { bytes: bytes.into(), holds: true };
+        *self.says.lock().unwrap() = Says { bytes: bytes.into(), holds: true, ..Says::default() };
     }
 
     /// Sets a complete response with status 200.
     pub fn has(&self, kind: &str, body: &str) {
         self.says(answer_of(kind, "", body.as_bytes()));
+    }
+
+    /// Sets a page for clients that accept protobuf, beside the page that others get.
+    pub fn has_in_protobuf(&self, body: &[u8]) {
+        self.says.lock().unwrap().protobuf = Some(answer_of(PROTOBUF, "", body));
     }
 
     pub fn last_request(&self) -> String {
@@ -77,10 +87,12 @@ async fn answer(mut stream: TcpStream, says: Arc<Mutex<Says>>, noted: Arc<Mutex<
     let Ok(request) = read_head(&mut stream).await else {
         return;
     };
+    let accepts_protobuf = request.contains("application/vnd.google.protobuf");
     noted.lock().unwrap().push(request);
     let says = says.lock().unwrap().clone();
+    let bytes = says.protobuf.filter(|_| accepts_protobuf).unwrap_or(says.bytes);
     // A client that does not want the complete response may have closed the connection.
-    if stream.write_all(&says.bytes).await.is_ok() && says.holds {
+    if stream.write_all(&bytes).await.is_ok() && says.holds {
         std::future::pending::<()>().await;
     }
 }
