@@ -18,6 +18,7 @@ use tonic::Status;
 use tonic::client::GrpcService;
 
 use super::frames::{self, GoAway, Http2State, Loss};
+use super::refusal;
 use super::status::Connected;
 use super::{Body, Config};
 use crate::net::executor::Executor;
@@ -69,9 +70,10 @@ impl Connection {
         tower::service_fn(move |request| {
             let mut connection = self.clone();
             async move {
-                connection.send(request).await.map_err(|error| {
+                let response = connection.send(request).await.map_err(|error| {
                     Status::unavailable(format!("the connection to istiod broke: {error}"))
-                })
+                })?;
+                refusal::check_is_grpc(response).await
             }
         })
     }

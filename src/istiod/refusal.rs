@@ -1,5 +1,14 @@
 //! Explains the errors of calls to istiod and the certificate authority.
 
+use std::error::Error as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Response, StatusCode};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use tokio::time::timeout;
 use tonic::{Code, Status};
 
 use super::Config;
@@ -8,6 +17,10 @@ use crate::problem::{self, Problem, codes};
 
 /// The stored length of the text of an error, in characters.
 pub const MAX_MESSAGE: usize = 1024;
+
+/// The characters that are shown of a response without gRPC, and the time that they are awaited.
+const MAX_BODY: usize = 100;
+const MAX_BODY_WAIT: Duration = Duration::from_millis(500);
 
 /// The audience that istiod expects unless its variable `TOKEN_AUDIENCES` sets others.
 const AUDIENCE: &str = "istio-ca";
@@ -30,6 +43,9 @@ pub fn explain(
         Code::DeadlineExceeded => codes::ISTIOD_NO_ANSWER,
         _ => codes::ISTIOD_ERROR,
     };
+    if status.source().is_some_and(|source| source.is::<NotGrpc>()) {
+        return config.problem(codes::ISTIOD_NOT_GRPC, message);
+    }
     let is_denied = code == codes::ISTIOD_PERMISSION_DENIED;
     let is_about_caller = is_denied || code == codes::ISTIOD_UNAUTHENTICATED;
     if is_about_caller && let Some(problem) = &token.problem {
@@ -61,6 +77,42 @@ pub fn explain(
         found += &format!("; TRUST_DOMAIN is {:?}", identity.trust_domain);
     }
     config.problem(code, found)
+}
+
+/// The error of a server that answers over HTTP/2, but not in gRPC.
+#[derive(Debug, thiserror::Error)]
+#[error("not a gRPC server")]
+struct NotGrpc;
+
+/// Returns a response of a gRPC server unchanged. Otherwise fails with its HTTP status and the beginning of its body,
+/// because a load balancer or proxy may answer in place of istiod.
+pub async fn check_is_grpc(response: Response<Incoming>) -> Result<Response<Incoming>, Status> {
+    let headers = response.headers();
+    let kind = headers.get(CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
+    if kind.starts_with(b"application/grpc") || headers.contains_key("grpc-status") {
+        return Ok(response);
+    }
+    let (http_status, kind) = (response.status(), String::from_utf8_lossy(kind).into_owned());
+    let frame = timeout(MAX_BODY_WAIT, response.into_body().frame()).await;
+    let data = frame.ok().flatten().and_then(Result::ok).and_then(|frame| frame.into_data().ok());
+    let body = String::from_utf8_lossy(&data.unwrap_or_default()).into_owned();
+    let begin: String = body.trim().chars().take(MAX_BODY).collect();
+    let message = format!("HTTP status {http_status}, {kind:?}, no gRPC: {begin:?}");
+    let mut status = Status::new(grpc_code(http_status), message);
+    status.set_source(Arc::new(NotGrpc));
+    Err(status)
+}
+
+/// Maps an HTTP status to a gRPC code. Source: gRPC, "HTTP to gRPC Status Code Mapping".
+fn grpc_code(status: StatusCode) -> Code {
+    match status.as_u16() {
+        400 => Code::Internal,
+        401 => Code::Unauthenticated,
+        403 => Code::PermissionDenied,
+        404 => Code::Unimplemented,
+        429 | 502 | 503 | 504 => Code::Unavailable,
+        _ => Code::Unknown,
+    }
 }
 
 /// Formats a code as Go's gRPC library does, because operators search logs for it.

@@ -188,7 +188,7 @@ codes! {
     ISTIOD_CERTIFICATE_UNUSABLE: "the certificate of a control plane cannot be used", "", "issue another certificate";
     ISTIOD_TLS_REFUSED: "a control plane ends the TLS handshake", "", "is this istiod's TLS port (15012)? `kubectl logs -n istio-system deployment/istiod` gives the reason";
     ISTIOD_NOT_TLS: "the server does not speak TLS", "", "use istiod's TLS port (15012); for plain text (15010) set `controlPlaneAuthPolicy: NONE`";
-    ISTIOD_NOT_GRPC: "the server does not speak HTTP/2", "", "use istiod's gRPC port (15012, or 15010 without TLS); load balancers on the way must pass HTTP/2";
+    ISTIOD_NOT_GRPC: "the server does not speak HTTP/2, or does not answer in gRPC", "", "use istiod's gRPC port (15012, or 15010 without TLS); a load balancer or proxy at this address must pass HTTP/2, and have a healthy istiod behind it";
     ISTIOD_CONNECTION_LOST: "a control plane, or something on the way to it, closes a new connection", "", "is istiod ready? `kubectl get pods,endpoints -n istio-system`; a load balancer without a ready istiod, a proxy or a firewall may close connections as well";
     CLIENT_CERTIFICATE_REFUSED: "a control plane refuses the client certificate of `PROV_CERT`", "the token is used instead", "renew the certificate, and compare its root with the mesh's";
     CLIENT_CERTIFICATE_UNUSABLE: "the files of `PROV_CERT` are not a key and its certificate", "no connection is made", "replace both files";

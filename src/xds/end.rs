@@ -96,7 +96,8 @@ impl End {
 
     /// Istiod sent bytes that cannot be relayed, or no status.
     pub(crate) fn bad_response(status: &Status) -> Self {
-        Self::new(Side::Istiod, false, status)
+        // The source of the status explains it.
+        Self { status: status.clone(), ..Self::new(Side::Istiod, false, status) }
     }
 
     /// Envoy sent bytes that cannot be relayed.
@@ -193,19 +194,7 @@ pub(crate) fn grpc_body(response: http::Response<Incoming>) -> Result<Incoming, 
     if head.headers.contains_key("grpc-status") {
         return Err(End::istiod(head.headers));
     }
-    if head.status != http::StatusCode::OK {
-        return Err(End::bad_response(&Status::new(
-            grpc_code(head.status),
-            format!("HTTP status {}", head.status),
-        )));
-    }
-    match head.headers.get(http::header::CONTENT_TYPE) {
-        Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => Ok(body),
-        kind => Err(End::bad_response(&Status::unknown(format!(
-            "content type {:?} instead of application/grpc",
-            String::from_utf8_lossy(kind.map_or(b"", HeaderValue::as_bytes))
-        )))),
-    }
+    Ok(body)
 }
 
 /// Returns true if istiod exits or closes a connection at its maximum age, which deserves no warning.
@@ -229,18 +218,6 @@ pub(crate) fn trailers(status: &Status) -> HeaderMap {
         trailers.insert("grpc-status", HeaderValue::from(status.code() as i32));
     }
     trailers
-}
-
-/// Maps an HTTP status to a gRPC code. Source: gRPC, "HTTP to gRPC Status Code Mapping".
-fn grpc_code(status: http::StatusCode) -> Code {
-    match status.as_u16() {
-        400 => Code::Internal,
-        401 => Code::Unauthenticated,
-        403 => Code::PermissionDenied,
-        404 => Code::Unimplemented,
-        429 | 502 | 503 | 504 => Code::Unavailable,
-        _ => Code::Unknown,
-    }
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::end::{self, End};
 use super::ledger::replay::Replay;
-use crate::istiod::{Body, Connection, Istiod};
+use crate::istiod::{Body, Connection, Istiod, refusal};
 use crate::metrics::Counter;
 use crate::problem::Problem;
 
@@ -152,6 +152,8 @@ impl IstiodStream {
         let mut sender = connection.clone();
         let responses = async move {
             let response = sender.send(request).await.map_err(End::broken)?;
+            let response = refusal::check_is_grpc(response).await;
+            let response = response.map_err(|status| End::bad_response(&status))?;
             let body = BodyStream::new(end::grpc_body(response)?);
             Ok::<_, End>(body.map_err(End::broken))
         };

@@ -243,7 +243,8 @@ def by_cni(world, agent, templates):
     return told
 
 
-CNI_KINDS = {"cni-usual": KINDS["usual"], "cni-native": KINDS["native"], "cni-dns": {
+CNI_KINDS = {"cni-usual": KINDS["usual"], "cni-native": KINDS["native"], "cni-socket": {
+    "agent": OURS, "annotations": config(ISTIO_AGENT_ADMIN_SOCKET="true")}, "cni-dns": {
     "annotations": KINDS["dns"]["annotations"] | KINDS["ports"]["annotations"]}}
 
 

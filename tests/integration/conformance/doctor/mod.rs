@@ -9,6 +9,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use bytes::Bytes;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use local_istiod::{Claims, Keys, LocalIstiod, Options};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use rustls::ServerConfig;
@@ -112,6 +115,17 @@ async fn answer(mut stream: TcpStream, answer: &'static str) {
         stream.write_all(answer.as_bytes()).await.unwrap();
     }
     pending().await
+}
+
+/// Answers each HTTP/2 request with a page.
+async fn answer_over_http2(stream: TcpStream, status: u16, page: &'static str) {
+    let service = service_fn(move |_| async move {
+        let answer = http::Response::builder().status(status).header("content-type", "text/html");
+        answer.body(http_body_util::Full::new(Bytes::from_static(page.as_bytes())))
+    });
+    let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+    // The agent closes its connections.
+    let _ = server.serve_connection(TokioIo::new(stream), service).await;
 }
 
 /// Makes a set-up in which istiod's address presents this certificate, signed by a trusted root.
@@ -379,6 +393,28 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
     let says: Says =
         ("ISTIOD_TIMEOUT", &["discoveryAddress", "in the TLS handshake"], &["kubectl get pods"]);
     faults.add("a silent server", with_other_server(silent, says));
+    for (is_running, status, page, shown) in [
+        (
+            false,
+            503,
+            "<html><body>no healthy upstream\u{1b}[0m</body></html>",
+            "no healthy upstream\\u{1b}",
+        ),
+        (false, 429, "Too many requests", "HTTP status 429"),
+        (true, 404, "<html>not found</html>", "HTTP status 404 Not Found"),
+        (true, 200, "<html>Welcome</html>", "Welcome"),
+    ] {
+        let talk = move |stream| answer_over_http2(stream, status, page);
+        faults.add("a load balancer that answers for istiod", async move {
+            let istiod = local_istiod().await;
+            let place = Place::of(&istiod).proxy("controlPlaneAuthPolicy", json!("NONE"));
+            let server = listen(istiod.kill().await.listen, talk).await;
+            let agent = if is_running { Some(place.start_only()) } else { None };
+            let says: Says =
+                ("ISTIOD_NOT_GRPC", &["discoveryAddress", shown, "no gRPC"], &["healthy istiod"]);
+            Fault::new(place, says).with((server, agent))
+        });
+    }
     faults.add("a proxy that refuses", async {
         let istiod = local_istiod().await;
         let place = Place::of(&istiod);
