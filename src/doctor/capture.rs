@@ -18,6 +18,7 @@ use crate::capture::layout::Layout;
 use crate::capture::packet::{Decision, Packet, Sender, simulate};
 use crate::capture::rules::{Chain, Family, Protocol};
 use crate::capture::verify;
+use crate::config::Config;
 use crate::problem::{Code, Problem, codes};
 use crate::program::PATH;
 use crate::report::Check;
@@ -32,6 +33,13 @@ const TEST_PORT: u16 = 15002;
 const PROXY: u32 = 1337;
 /// The time limit of a connection over lo.
 const CONNECT_LIMIT: Duration = Duration::from_millis(300);
+
+/// Returns true for a sidecar whose pod's traffic is captured.
+pub(super) fn is_captured(config: &Config) -> bool {
+    let node = &config.bootstrap.node;
+    let mode = node.metadata.get("INTERCEPTION_MODE").and_then(Value::as_str);
+    node.id.starts_with("sidecar~") && matches!(mode, Some("REDIRECT" | "TPROXY"))
+}
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let node = &subject.config.bootstrap.node;

@@ -1,6 +1,6 @@
 //! Checks Envoy: its process, its admin port, the resources it has rejected, and those it waits for.
 
-use super::{PROBE_LIMIT, Subject, run_blocking};
+use super::{PROBE_LIMIT, Subject, capture, run_blocking};
 use crate::config;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::Report;
@@ -36,6 +36,9 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     );
     if let Some(seen) = subject.running.map(|it| it.discovery.snapshot()) {
         checks.extend(seen.rejections().iter().map(Check::from));
+        if capture::is_captured(subject.config) {
+            checks.extend(seen.missing_listeners().iter().map(Check::from));
+        }
         if let Some(on_demand) = &seen.on_demand {
             for problem in on_demand.problems() {
                 checks.push(Check::with_level(Level::Warning, &problem));

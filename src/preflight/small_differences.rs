@@ -48,7 +48,7 @@ pub(super) const TABLE: &[(&str, &str, &str)] = &[
     ("`User-Agent` of calls to istiod and of Wasm fetches", "names the Go libraries", "is `istio-agent/VERSION` for istiod, and is not sent for Wasm"),
     // Metrics
     ("counters without `_total` on an OpenMetrics page", "keep the type `counter`, which strict parsers refuse", "have the type `unknown`; other counters are declared without `_total`, as OpenMetrics requires"),
-    ("native histograms (`histogram_buckets=prometheusnative`) in a scrape's query", "are requested from Envoy, which answers 400", "are not requested, because text does not have them"),
+    ("native histograms (`histogram_buckets=prometheusnative`) in a scrape's query", "are requested from Envoy, which answers 400", "are requested if the scraper prefers protobuf, and left out otherwise, because text does not have them"),
     ("large values of metrics", "are written as `1.8e+19`", "are written with all digits"),
     ("`istio_agent_startup_duration_seconds`", "ends with the first readiness probe after Envoy is live", "ends when Envoy is live"),
     ("`istio_agent_outgoing_latency`", "includes the pauses between attempts, and fractions of milliseconds", "has the attempts only, in whole milliseconds"),

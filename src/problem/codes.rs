@@ -18,24 +18,24 @@ macro_rules! codes {
 codes! {
     "Settings" {
     SETTING_INVALID: "the value of a setting cannot be used", "the agent does not start", "`pilot-agent config` shows where the value comes from";
-    SETTING_REPLACED: "the value of a setting cannot be used or is overridden", "another value is used", "";
+    SETTING_REPLACED: "the value of a setting cannot be used or is overridden", "another value is used", "correct the value; `pilot-agent config` shows where it comes from";
     SETTING_UNKNOWN: "a variable that begins with `ISTIO_AGENT_` is unknown", "the variable is ignored", "correct its name, or remove it";
     MEMBER_UNKNOWN: "ProxyConfig has no such member", "the member is ignored", "correct its name, or remove it";
-    MEMBER_REPEATED: "a member of ProxyConfig occurs twice", "the last one counts", "";
-    FLAG_OVERRIDES_CONFIG: "a flag overrides a member of ProxyConfig", "the flag is used", "";
+    MEMBER_REPEATED: "a member of ProxyConfig occurs twice", "the last one counts", "remove one of the two; `pilot-agent config` names the document";
+    FLAG_OVERRIDES_CONFIG: "a flag overrides a member of ProxyConfig", "the flag is used", "nothing, if the flag is meant; else remove one of the two";
     FILE_MISSING: "a setting names a file that does not exist", "the agent does not start", "mount the file, or correct the setting";
     FILE_UNREADABLE: "a file of settings exists and cannot be used", "the agent starts without the file", "correct the file or its permissions";
     FILE_INVALID: "the content of a file cannot be used", "", "correct or remove the file";
     BOOTSTRAP_OVERRIDE_UNREADABLE: "the file that `ISTIO_BOOTSTRAP_OVERRIDE` names cannot be used", "Envoy starts without the override", "mount the file, or correct its path or its content";
-    ARGUMENT_INVALID: "an argument cannot be used", "", "";
-    FILE_LINE: "a line of a file of settings cannot be used", "the line is ignored", "";
-    INTERFACES_UNREADABLE: "the kernel does not list the network interfaces", "the pod's addresses are unknown", "";
-    INTERFACE_UNKNOWN: "the pod does not have an interface that a setting names", "the name is ignored", "";
+    ARGUMENT_INVALID: "an argument cannot be used", "", "correct the argument; `--help` lists the values";
+    FILE_LINE: "a line of a file of settings cannot be used", "the line is ignored", "correct the line that the message names";
+    INTERFACES_UNREADABLE: "the kernel does not list the network interfaces", "the pod's addresses are unknown", "set `INSTANCE_IP` to the pod's address; a seccomp profile may forbid netlink sockets";
+    INTERFACE_UNKNOWN: "the pod does not have an interface that a setting names", "the name is ignored", "correct the name; `ip link` in the pod lists the interfaces";
     WORKLOAD_KEY_SIZE: "`WORKLOAD_RSA_KEY_SIZE` is not a size that the agent supports", "the agent does not start", "remove the variable: an ECDSA key is smaller and faster";
-    STATUS_PORT_ANNOTATION: "the annotation `status.sidecar.istio.io/port` is not a port", "the annotation is ignored", "";
+    STATUS_PORT_ANNOTATION: "the annotation `status.sidecar.istio.io/port` is not a port", "the annotation is ignored", "correct the annotation: a number from 0 to 65535";
     BOOTSTRAP_TEMPLATE_SET: "a setting names a template for Envoy's bootstrap", "the agent does not start", "use `customConfigFile` or `ISTIO_BOOTSTRAP_OVERRIDE`; the agent does not read templates";
     ADMIN_SOCKET_UNSUPPORTED: "Envoy's admin interface cannot be on a Unix socket with the settings of this pod", "the agent does not start, because Envoy's admin port (15000) would stay open", "correct the settings that the message names, or remove `ISTIO_ENVOY_ADMIN_TRANSPORT` (the annotation `sidecar.istio.io/adminTransport`) or `ISTIO_AGENT_ADMIN_SOCKET`";
-    LOAD_STATS_CONFIG_INVALID: "`ISTIO_META_LOAD_STATS_CONFIG_JSON` is not a JSON object", "the agent does not start", "";
+    LOAD_STATS_CONFIG_INVALID: "`ISTIO_META_LOAD_STATS_CONFIG_JSON` is not a JSON object", "the agent does not start", "correct the variable, or remove it";
     }
     "Envoy" {
     ENVOY_MISSING: "Envoy's path does not lead to a program", "Envoy does not start", "install Envoy there, or correct `binaryPath` of ProxyConfig";
@@ -57,7 +57,7 @@ codes! {
     HANDOVER_FAILED: "the agent of the other container could not take over", "the container that serves continues, and this build is not tried again; if the other Envoy had started, this one's admin port is closed until a handover or a restart", "correct what the reason names, then change the image of the container that waits";
     HOT_RESTART_UNAVAILABLE: "Envoy runs without hot restart, because Envoys cannot share memory in `/dev/shm`, or because their sockets have no directory that only Envoy's user can open", "the next restart cuts connections, and no handover to another container is possible", "free space in `/dev/shm`, or mount an emptyDir with `medium: Memory` there in all containers; for the directory, correct its owner and mode, or use a shorter `configPath`";
     HOT_RESTART_REFUSED: "the new inputs of Envoy cannot be used", "current Envoy keeps serving", "correct the inputs; the agent tries again when they change";
-    HOT_RESTART_FAILED: "the new Envoy ended or hung before it served", "current Envoy keeps serving; the next restart will be a full one", "";
+    HOT_RESTART_FAILED: "the new Envoy ended or hung before it served", "current Envoy keeps serving; the next restart will be a full one", "see the new Envoy's last lines in the log; a full restart (`kubectl rollout restart`) needs no hot restart";
     RESOURCE_REFUSED: "Envoy refused resources of istiod", "Envoy uses the versions that it accepted before; a new Envoy has none, and is not ready", "correct the resource that Envoy's reason names: `istioctl analyze`, EnvoyFilters, versions of istiod and Envoy";
     RESOURCE_REFUSED_STORED_SERVED: "a new Envoy refused resources of istiod, and the agent has stored versions of them", "Envoy serves with the stored versions, which an earlier Envoy accepted; pods that store none are not ready", "let the owner of the EnvoyFilter, or of the control plane, correct the resource that Envoy's reason names; `istioctl proxy-status` shows the NACK";
     LISTENER_WARMING: "Envoy's listeners wait for a secret, a route or an extension", "these listeners do not serve", "for SdsApi: does the secret exist, and may the proxy's account read it; for default and ROOTCA of another process (such as a SPIRE agent): see its refusals in Envoy's log (`StreamSecrets`); for RDS: does istiod send the route (`istioctl proxy-status`)";
@@ -83,7 +83,7 @@ codes! {
     DIRECTORY_FORBIDDEN: "the agent may not use a file or directory, because it belongs to another user", "", "give the agent's user access (`fsGroup` of the pod, `chown`), or run the agent as the owner";
     DIRECTORY_READ_ONLY: "a directory of the agent is read-only", "", "mount a writable volume there, such as the emptyDir of Istio's injection";
     DISK_FULL: "the disk or the volume of a directory is full", "", "free space, or raise `sizeLimit` of the volume";
-    FILE_UNUSABLE: "a file, directory or socket cannot be read or made", "", "";
+    FILE_UNUSABLE: "a file, directory or socket cannot be read or made", "", "correct owner and mode of the path, and mount a writable volume there";
     }
     "Certificates and secrets" {
     CERTIFICATE_REQUEST_FAILED: "istiod or another authority did not sign the certificate", "", "istiod logs why: kubectl logs -n istio-system deployment/istiod";
@@ -95,7 +95,7 @@ codes! {
     CERTIFICATE_EXPIRES_SOON: "a certificate is in the last tenth of its life", "peers reject it once it has expired", "renew the certificate";
     CERTIFICATE_CHAIN_REJECTED: "peers that trust the mesh's roots reject the certificate chain", "mutual TLS with them fails", "let a root of the mesh sign the chain; for one of istiod, compare the ConfigMap istio-ca-root-cert with istiod's CA";
     CERTIFICATE_FOR_OTHER_IDENTITY: "the authority signed for another identity than the requested one", "the certificate is used, and policies see the other identity", "correct `TRUST_DOMAIN`, `POD_NAMESPACE` or `SERVICE_ACCOUNT`";
-    CERTIFICATE_CACHE_UNUSABLE: "the certificate of an earlier start cannot be used", "a new one is requested", "";
+    CERTIFICATE_CACHE_UNUSABLE: "the certificate of an earlier start cannot be used", "a new one is requested", "nothing: the new certificate replaces it";
     CERTIFICATE_CACHE_UNWRITABLE: "the certificate cannot be stored for the next start", "a restart requests a new one", "let the directory be in memory (emptyDir with `medium: Memory`), and let the agent's user own it";
     CERTIFICATES_LEFT_OUT: "a file or bundle of certificates has a part that is not a certificate", "the part is left out", "remove the part from the file or bundle";
     CLOCKS_DIFFER: "a new certificate is not valid by this clock", "it is used anyway", "compare the clocks (`date -u`) of this machine and of istiod's node";
@@ -132,16 +132,16 @@ codes! {
     DNS_NOT_CAPTURED: "the rules do not redirect DNS queries to the agent, although `ISTIO_META_DNS_CAPTURE` is true", "names that only the mesh knows are not resolved", "set `ISTIO_META_DNS_CAPTURE` in `proxyMetadata` of ProxyConfig, so that istio-init or istio-cni sees it, and delete the pod";
     }
     "Traffic capture" {
-    CAPTURE_OPTION_INVALID: "the value of an option of `istio-iptables` cannot be used", "no rule is created", "";
-    CAPTURE_OPTION_REPLACED: "the value of an option of `istio-iptables` cannot be used", "another value is used", "";
-    CAPTURE_MODE_UNKNOWN: "the option `--istio-inbound-interception-mode` is unknown", "the mode REDIRECT is used", "";
+    CAPTURE_OPTION_INVALID: "the value of an option of `istio-iptables` cannot be used", "no rule is created", "correct the option, or the annotation of the pod that it comes from (`traffic.sidecar.istio.io/…`)";
+    CAPTURE_OPTION_REPLACED: "the value of an option of `istio-iptables` cannot be used", "another value is used", "correct the option, or the annotation of the pod that it comes from (`traffic.sidecar.istio.io/…`)";
+    CAPTURE_MODE_UNKNOWN: "the option `--istio-inbound-interception-mode` is unknown", "the mode REDIRECT is used", "set `sidecar.istio.io/interceptionMode` to REDIRECT, TPROXY or NONE";
     CAPTURE_OPTION_MISSING: "`--verify` or `--explain` lacks an option that names the pod's rules", "", "add the arguments of the container istio-init or istio-validation, or of the CNI plugin";
     CAPTURE_NO_ADDRESS: "the pod has loopback addresses only", "no rule is created", "check the CNI plugin: `kubectl get pod -o wide` shows the address";
     CAPTURE_PERMISSION: "the container lacks the capability `NET_ADMIN`", "the rules cannot be read or changed", "add `NET_ADMIN` and `NET_RAW` to the capabilities of the container istio-init, or use Istio's CNI plugin. For `--verify`, use a debug container with both";
     CAPTURE_PROGRAM_MISSING: "a program that reads or changes rules is not installed", "the rules cannot be read or changed", "install iptables (nft or legacy) in the image, or use `--native-nftables` with nft";
     CAPTURE_PROGRAM_FAILED: "a program that reads or changes rules fails", "", "its message names the cause; usual ones are a missing capability, `NET_ADMIN` or `NET_RAW`, or a missing kernel module";
-    CAPTURE_RULES_UNREADABLE: "the rules or tables cannot be read", "", "";
-    CAPTURE_ROUTES_FAILED: "the routes of captured traffic cannot be set up", "no rule is created", "";
+    CAPTURE_RULES_UNREADABLE: "the rules or tables cannot be read", "", "run the command as root with NET_ADMIN in the pod's network namespace (`kubectl debug --profile=netadmin`)";
+    CAPTURE_ROUTES_FAILED: "the routes of captured traffic cannot be set up", "no rule is created", "use REDIRECT (`sidecar.istio.io/interceptionMode`) on nodes without policy routing, which TPROXY needs; TPROXY also needs NET_ADMIN";
     CAPTURE_LOCKED: "another process changes the rules of this pod", "no rule is created", "stop that process, or wait for its end";
     CAPTURE_VALIDATION_FAILED: "`--run-validation` finds that traffic is not redirected to Envoy", "the pod is not ready for Istio", "run it as the user of `--proxy-uid`; with Istio CNI, the pod may be older than istio-cni on its node: delete it, or set `cni.repair.deletePods=true`";
     CAPTURE_RULES_MISSING: "no rule redirects the pod's traffic to Envoy", "traffic bypasses Envoy", "read the log of the container istio-init, or of istio-cni on the node; then delete the pod, which creates the rules again";
@@ -193,7 +193,7 @@ codes! {
     CLIENT_CERTIFICATE_REFUSED: "a control plane refuses the client certificate of `PROV_CERT`", "the token is used instead", "renew the certificate, and compare its root with the mesh's";
     CLIENT_CERTIFICATE_UNUSABLE: "the files of `PROV_CERT` are not a key and its certificate", "no connection is made", "replace both files";
     TLS_UNUSABLE: "the cryptographic module does not support the settings of TLS", "no connection is made", "correct `COMPLIANCE_POLICY`";
-    AGENT_STOPPING: "the agent stops while a call waits for a connection", "", "";
+    AGENT_STOPPING: "the agent stops while a call waits for a connection", "", "nothing: the container ends";
     ISTIOD_TOKEN_MISSING: "the file of the token for istiod cannot be read", "istiod is called without a token", "mount the projected volume istio-token at /var/run/secrets/tokens, as sidecar injection does; on a machine copy a new token";
     ISTIOD_TOKEN_INVALID: "the file of the token for istiod does not hold a token", "istiod is called without a token", "mount the projected volume istio-token at /var/run/secrets/tokens, as sidecar injection does; on a machine copy a new token";
     ISTIOD_TOKEN_EXPIRED: "the token for istiod has expired", "", "the kubelet renews the file: `kubectl describe pod` shows its events; on a machine run `istioctl x workload entry configure`; compare the clock (`date -u`) with others";
@@ -204,6 +204,7 @@ codes! {
     ISTIOD_WITHOUT_CA: "the server does not sign certificates", "", "set `CA_ADDR` to the certificate authority, or enable istiod's (`ENABLE_CA_SERVER`)";
     ISTIOD_UNAVAILABLE: "a call ended because istiod or the connection to it did", "", "`kubectl get pods -n istio-system`; a restart of istiod needs no action";
     ISTIOD_NO_ANSWER: "istiod does not answer a call in time", "", "is istiod overloaded? `kubectl top pods -n istio-system`";
+    LISTENERS_MISSING: "istiod has sent Envoy no listeners", "Envoy serves no traffic, and captured connections fail", "compare `istioctl proxy-status`; is the pod's namespace among discoverySelectors of the mesh, does a Sidecar or EnvoyFilter resource take the listeners away, and does `kubectl logs -n istio-system deployment/istiod` name this pod?";
     ISTIOD_ERROR: "istiod refuses a call for another reason", "", "`kubectl logs -n istio-system deployment/istiod` gives the reason";
     GOOGLE_TOKEN_MISSING: "the token of Google's metadata service cannot be read or stored", "", "give the machine a service account, and the agent write access to the token file";
     RESPONSE_REFUSED: "the agent cannot use a response of istiod", "the last one stays in use", "`kubectl logs -n istio-system deployment/istiod` shows what it sends";
@@ -217,7 +218,7 @@ codes! {
     AGENT_NOT_RUNNING: "no process listens on the agent's status port, and no check found the reason", "", "start the agent, or look at the end of its log (`kubectl logs --previous`, `journalctl --unit istio-agent`)";
     AGENT_SILENT: "the agent does not answer on its status port", "only the configuration is checked", "run `doctor` again; if the agent is still silent, restart the container";
     AGENT_UNKNOWN: "the answer on the status port is not a doctor's report", "the checks are made from outside", "use the `pilot-agent` of the version that runs, or find the other process that has the port";
-    POD_NOT_READY: "the agent reports that the pod is not ready, and no check found the reason", "the pod gets no traffic", "";
+    POD_NOT_READY: "the agent reports that the pod is not ready, and no check found the reason", "the pod gets no traffic", "see Envoy's and the agent's log (`kubectl logs POD -c istio-proxy`), and ask again in some seconds";
     CHECKS_LATE: "some checks of the doctor did not finish in time", "their results are unknown", "run `doctor` again: the node, its disk or its network is slow";
     }
     "Status port" {
@@ -230,16 +231,16 @@ codes! {
     "Logging" {
     LOG_TARGET_UNUSABLE: "the agent cannot open a file that `--log_target` names", "the agent does not start", "correct `--log_target`, or the permissions of its directory";
     LOG_SILENT: "the level of a scope is `none`", "errors of these scopes are not logged", "correct `--log_output_level`, or set a level at `/debug/logging`";
-    LOG_LINES_DROPPED: "the reader of the log is slower than the agent", "", "";
+    LOG_LINES_DROPPED: "the reader of the log is slower than the agent", "", "lower the log level (`--log_output_level`, `--proxyLogLevel`), or speed up the node's disk";
     }
     "Support bundle" {
     BUNDLE_PORT_SILENT: "the agent or Envoy does not answer", "the bundle has no further pages of this port", "`pilot-agent doctor` names the cause";
-    BUNDLE_PAGE_MISSING: "the agent or Envoy answers with an error", "the page is not in the bundle", "";
-    BUNDLE_PART_CUT: "a page or file is too large, too slow, or not of its usual form", "the end is missing in the bundle", "";
-    BUNDLE_CONFIG_OF_COMMAND: "the agent does not answer", "the file has the configuration of the `support-bundle` command itself", "";
+    BUNDLE_PAGE_MISSING: "the agent or Envoy answers with an error", "the page is not in the bundle", "make another bundle once the agent and Envoy answer";
+    BUNDLE_PART_CUT: "a page or file is too large, too slow, or not of its usual form", "the end is missing in the bundle", "read the whole page or file in the pod, if its end matters";
+    BUNDLE_CONFIG_OF_COMMAND: "the agent does not answer", "the file has the configuration of the `support-bundle` command itself", "run the command in the agent's container, where the agent's environment is the same";
     BUNDLE_BOOTSTRAP_MISSING: "no bootstrap file exists", "the bundle has no bootstrap", "if the agent runs elsewhere, run the command in its working directory";
     BUNDLE_BOOTSTRAP_UNREADABLE: "a bootstrap file cannot be read", "the file is not in the bundle", "run the command as root or as the agent's user";
-    BUNDLE_SETTINGS_LATE: "the configuration files are not read in time", "the bundle has the configuration without these files", "";
+    BUNDLE_SETTINGS_LATE: "the configuration files are not read in time", "the bundle has the configuration without these files", "check the volumes of the configuration files: a disk or network file system hangs";
     BUNDLE_OUTPUT_UNUSABLE: "the support bundle cannot be written", "there is no bundle", "redirect standard output to a file, or give the name of a new file with `--output`";
     }
 }
@@ -252,7 +253,8 @@ pub const FOLLOWS: &[(&[&str], &[&str])] = &[
     (&["ISTIOD_", "CLIENT_CERTIFICATE_", "SYSTEM_ROOTS_", "GOOGLE_TOKEN_"], &["CERTIFICATE_REQUEST_", "CERTIFICATE_NOT_ISSUED", "DNS_NAME_TABLE_"]),
     (&["CERTIFICATE_REQUEST_", "CERTIFICATE_ANSWER_", "CERTIFICATE_KEY_"], &["CERTIFICATE_NOT_ISSUED"]),
     (&["ISTIOD_", "CERTIFICATE_", "SECRET_FILE_", "SECRET_REFUSED", "SOCKET_"], &["SECRET_AWAITED"]),
-    (&["ISTIOD_", "ENVOY_", "CERTIFICATE_", "SECRET_"], &["READINESS_FAILED"]),
+    (&["ISTIOD_", "ENVOY_", "CLUSTER_WARMING", "SECRET_AWAITED", "RESOURCE_REFUSED"], &["LISTENERS_MISSING"]),
+    (&["ISTIOD_", "ENVOY_", "CERTIFICATE_", "SECRET_", "LISTENERS_MISSING"], &["READINESS_FAILED"]),
     (&["PORT_TAKEN"], &["ENVOY_BOOTSTRAP_REFUSED"]),
     (&["STATUS_PORT_TAKEN"], &["AGENT_UNKNOWN"]),
     (&["CAPTURE_RULES_MISSING"], &["DNS_NOT_CAPTURED"]),

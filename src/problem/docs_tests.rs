@@ -51,7 +51,7 @@ fn codes_are_unique_and_texts_can_be_joined() {
     let unique: BTreeSet<_> = names.iter().collect();
     assert_eq!(unique.len(), names.len());
     for code in TABLE {
-        assert!(!code.cause.is_empty(), "{}", code.name);
+        assert!(!code.cause.is_empty() && !code.remedy.is_empty(), "{}", code.name);
         for text in [code.cause, code.consequence, code.remedy] {
             let is_name = text.starts_with("Envoy") || text.starts_with("ProxyConfig");
             let is_capital = text.starts_with(char::is_uppercase);

@@ -321,6 +321,7 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
         id: 2,
         protocol: "delta",
         since: "2026-01-31T12:00:00Z".to_owned(),
+        began: tokio::time::Instant::now(),
         connected: false,
         source: Source::Istiod,
     };

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
 use super::Protocol;
 use super::end::End;
@@ -168,6 +169,7 @@ impl Observer {
                 Protocol::Delta => "delta",
             },
             since: rfc3339(SystemTime::now()),
+            began: Instant::now(),
             connected: false,
             source: Source::Istiod,
         };

@@ -17,6 +17,10 @@ use crate::problem::{Problem, codes};
 use crate::runtime::clock::rfc3339;
 use crate::xds::ledger::{StoredResource, StoredSnapshot, rejected};
 use crate::xds::response::{Consumer, Received};
+use crate::xds::{CLUSTER, LISTENER};
+
+/// The time after which a new stream's missing responses are reported.
+const SETTLED: Duration = Duration::from_secs(5);
 
 /// The most responses of a type that wait for their ACK. Beyond it the oldest is dropped.
 pub(super) const MAX_UNANSWERED: usize = 8;
@@ -56,6 +60,8 @@ pub struct StreamSnapshot {
     pub id: u32,
     pub protocol: &'static str,
     pub since: String,
+    #[serde(skip)]
+    pub began: Instant,
     /// True once istiod has responded on the stream. Until then Envoy's stream is held.
     pub connected: bool,
     pub source: Source,
@@ -116,6 +122,47 @@ pub struct NackSnapshot {
 }
 
 impl Snapshot {
+    /// Describes what istiod has sent of clusters and listeners, if Envoy has no listener although its stream has been
+    /// open for some seconds. Every sidecar has listeners.
+    pub fn missing_listeners(&self) -> Option<Problem> {
+        let stream =
+            self.stream.as_ref().filter(|it| it.connected && it.source == Source::Istiod)?;
+        let has_listener = self.listeners().is_none_or(|count| count > 0);
+        if has_listener || stream.began.elapsed() < SETTLED {
+            return None;
+        }
+        let states = [(CLUSTER, "clusters"), (LISTENER, "listeners")].map(|(type_url, name)| {
+            let seen = self.types.get(type_url);
+            match seen.and_then(|seen| seen.last_response.as_ref()) {
+                Some(response) => {
+                    let PushSnapshot { resources, at, .. } = response;
+                    format!("{name}: asked for, last response with {resources} resources at {at}")
+                }
+                None if seen.is_some_and(|seen| seen.requests > 0) => {
+                    format!("{name}: asked for since {}, not answered", stream.since)
+                }
+                None => format!("{name}: not asked for, because Envoy waits for its clusters"),
+            }
+        });
+        let code = codes::LISTENERS_MISSING;
+        Some(Problem::new(code, "discovery", states.join("; ")))
+    }
+
+    /// Returns the number of listeners that Envoy has. Returns None if it is not known, or if it has rejected some.
+    fn listeners(&self) -> Option<usize> {
+        let Some(seen) = self.types.get(LISTENER) else {
+            return Some(0);
+        };
+        match &seen.last_response {
+            None => Some(0),
+            Some(_) if seen.is_rejected => None,
+            Some(response) => self.accepted.get(LISTENER).copied().or_else(|| {
+                // Later responses may have changes only.
+                (seen.responses == 1).then_some(response.resources as usize)
+            }),
+        }
+    }
+
     /// Lists types whose last response was rejected, with Envoy's reason, which names the resources, and types
     /// with stored versions in place of rejected ones.
     pub fn rejections(&self) -> Vec<Problem> {

@@ -72,6 +72,25 @@ async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() 
             .with(control_plane)
         });
     }
+    faults.add("no listener", async {
+        let captured = [("ISTIO_META_INTERCEPTION_MODE", "REDIRECT")];
+        let (pod, control_plane) = pod(&[cluster("shop-cluster")], &captured).await;
+        // The stream has been open for some seconds once the report has the finding.
+        eventually("the finding", async || {
+            let (report, _) = diagnosed(&pod).await;
+            report.to_string().contains("LISTENERS_MISSING").then_some(())
+        })
+        .await;
+        let says: Says = (
+            "LISTENERS_MISSING",
+            &[
+                "clusters: asked for, last response with 1 resources",
+                "listeners: asked for, last response with 0",
+            ],
+            &["istioctl proxy-status", "discoverySelectors"],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
     faults.add("a missing route", async {
         let (pod, control_plane) = pod(&[listener("plain", free_port(), "all")], &[]).await;
         envoy_says(&pod, "/init_dump", "all").await;
