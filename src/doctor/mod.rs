@@ -12,6 +12,7 @@ mod dns;
 mod envoy;
 mod istiod;
 mod probes;
+mod resources;
 mod secrets;
 mod sockets;
 mod standby;
@@ -85,10 +86,11 @@ pub async fn report(
     };
     let subject = Subject { config, running };
     let ([token, istiod], others) = tokio::join!(control_plane(subject), async {
-        <[Group; 9]>::from(tokio::join!(
+        <[Group; 10]>::from(tokio::join!(
             group("certificate", secrets::checks(subject)),
             group("sockets", sockets::checks(subject)),
             group("Envoy", envoy::checks(subject)),
+            group("resources", resources::checks(subject)),
             group("Wasm", async { missing_modules(subject) }),
             group("capture", capture::checks(subject)),
             group("DNS", dns::checks(subject)),

@@ -17,6 +17,7 @@ use crate::files::replace_file::replace_file;
 use crate::net::port;
 use crate::problem::{Problem, codes};
 use crate::runtime::duration::rounded_seconds;
+use crate::runtime::usage::in_control_group;
 
 const NAME: &str = "envoy-crash.json";
 /// The largest record that is read; the agent writes smaller ones.
@@ -80,21 +81,11 @@ impl Crash {
 /// Counts the processes of the agent's control group that the kernel has killed because memory was used up; None if
 /// the count cannot be read. `root` is `/` outside of tests.
 pub(super) fn oom_kills(root: &Path) -> Option<u64> {
-    let groups = regular_file::read_kernel(root.join("proc/self/cgroup")).ok()?;
-    // The list of controllers is empty in version 2 of control groups. A machine may have both versions.
-    let versions = [("", "", "memory.events"), ("memory", "memory", "memory.oom_control")];
-    versions.into_iter().find_map(|(controllers, mount, file)| {
-        let path = groups.lines().find_map(|line| {
-            let (found, path) = line.split_once(':')?.1.split_once(':')?;
-            (found == controllers).then_some(path.trim_start_matches('/'))
-        })?;
-        // The path may be that on the machine, while the container's own group is mounted at the top.
-        let top = root.join("sys/fs/cgroup").join(mount);
-        [top.join(path), top].into_iter().find_map(|directory| {
-            let counts = regular_file::read_kernel(directory.join(file)).ok()?;
-            let mut lines = counts.lines();
-            lines.find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
-        })
+    in_control_group(root, "memory", |directory, version| {
+        let file = if version == 2 { "memory.events" } else { "memory.oom_control" };
+        let counts = regular_file::read_kernel(directory.join(file)).ok()?;
+        let mut lines = counts.lines();
+        lines.find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
     })
 }
 

@@ -7,3 +7,4 @@ pub mod duration;
 pub mod exit_code;
 pub mod lifecycle;
 pub mod systemd;
+pub(crate) mod usage;

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 
 use http::Method;
-use rustix::process::{Signal, kill_process};
+use rustix::process::{Resource, Rlimit, Signal, kill_process, prlimit};
 use serde_json::{Value, json};
 
 use super::{ended, envoy_says, is_ready, nack, pod, ready};
@@ -89,6 +89,16 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         kill_process(pod.envoy_pid().unwrap(), Signal::SEGV).unwrap();
         ended(&mut pod, None).await;
         Fault::new(pod, CRASH).with(control_plane)
+    });
+    faults.add("an Envoy without room for open files", async {
+        let (pod, control_plane) = ready(&[]).await;
+        wait_until_agent_sees_envoy_running(&pod).await;
+        let envoy = pod.envoy_pid().unwrap();
+        let open = fs::read_dir(format!("/proc/{}/fd", envoy.as_raw_nonzero())).unwrap().count();
+        let limit = Rlimit { current: Some(open as u64), maximum: Some(open as u64) };
+        prlimit(Some(envoy), Resource::Nofile, limit).unwrap();
+        let says: Says = ("FILES_USED_UP", &["open files of Envoy"], &["ulimit -n"]);
+        Fault::new(pod, says).warns().with(control_plane)
     });
     faults.add("an Envoy that has crashed and was restarted", async {
         let (pod, control_plane) = ready(&[]).await;

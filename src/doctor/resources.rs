@@ -1,0 +1,78 @@
+//! Checks that the pod has not used up what it may use: memory, processes, open files, local ports and space on volumes.
+
+use std::path::{Path, PathBuf};
+
+use rustix::fs::statvfs;
+
+use super::{Subject, run_blocking};
+use crate::problem::{Code, Problem, codes};
+use crate::report::{Check, Level};
+use crate::runtime::usage::{self, Usage};
+
+const NAME: &str = "resources of the pod";
+
+pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
+    let config = subject.config;
+    let envoy = subject.running.and_then(|running| running.envoy.as_ref());
+    let pid = envoy.and_then(|envoy| envoy.snapshot().pid);
+    let volume = config.last_known_good.as_ref().and_then(|it| it.volume.as_ref());
+    let directories = [
+        config.envoy.as_ref().map(|envoy| envoy.directory.clone()),
+        config.sds_socket.parent().map(Path::to_owned),
+        volume.map(|volume| volume.directory.clone()),
+        Some(PathBuf::from("/dev/shm")),
+    ];
+    let found = run_blocking(move || {
+        (usages(Path::new("/"), pid), full_volumes(directories.into_iter().flatten()))
+    });
+    let (usages, full) = match found.await {
+        Ok(found) => found,
+        Err(late) => return vec![super::late(NAME, late)],
+    };
+    let mut checks: Vec<_> = full.iter().map(Check::from).collect();
+    for (code, what, usage) in &usages {
+        if usage.is_nearly_all() {
+            let problem = Problem::new(code, what, format!("{usage} are in use"));
+            checks.push(Check::with_level(Level::Warning, &problem));
+        }
+    }
+    if checks.is_empty() {
+        let found = usages.iter().map(|(_, what, usage)| format!("{what}: {usage}"));
+        checks.push(Check::ok(NAME, found.collect::<Vec<_>>().join("; ")));
+    }
+    checks
+}
+
+/// Reads what can be read and has a limit: the code if it is used up, the resource, and how much is in use.
+fn usages(root: &Path, envoy: Option<i32>) -> Vec<(&'static Code, &'static str, Usage)> {
+    let mebibytes = |usage: Usage| Usage { used: usage.used >> 20, limit: usage.limit >> 20 };
+    let files = envoy.and_then(|pid| usage::open_files(root, pid));
+    [
+        (
+            codes::MEMORY_USED_UP,
+            "memory of the container in MiB",
+            usage::memory(root).map(mebibytes),
+        ),
+        (codes::TASKS_USED_UP, "processes and threads of the container", usage::tasks(root)),
+        (codes::FILES_USED_UP, "open files of Envoy", files),
+        (codes::PORTS_USED_UP, "local ports of the pod", usage::local_ports(root)),
+    ]
+    .into_iter()
+    .filter_map(|(code, what, usage)| Some((code, what, usage?)))
+    .collect()
+}
+
+/// Lists directories whose volume has neither space nor room for another file.
+fn full_volumes(directories: impl Iterator<Item = PathBuf>) -> Vec<Problem> {
+    let problems = directories.filter_map(|directory| {
+        // Another check reports a missing directory.
+        let volume = statvfs(&directory).ok()?;
+        let what = match volume {
+            _ if volume.f_blocks > 0 && volume.f_bavail == 0 => "no space is left",
+            _ if volume.f_files > 0 && volume.f_favail == 0 => "no inode is left",
+            _ => return None,
+        };
+        Some(Problem::new(codes::DISK_FULL, directory.display(), what))
+    });
+    problems.collect()
+}
