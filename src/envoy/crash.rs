@@ -15,13 +15,20 @@ use crate::files::permission;
 use crate::files::regular_file::{self, if_exists};
 use crate::files::replace_file::replace_file;
 use crate::net::port;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem, codes};
 use crate::runtime::duration::rounded_seconds;
 use crate::runtime::usage::in_control_group;
 
 const NAME: &str = "envoy-crash.json";
 /// The largest record that is read; the agent writes smaller ones.
 const MAX_RECORD: u64 = 64 << 10;
+
+/// What Envoy prints before it exits for lack of something, and the code of that.
+const CAUSES: [(&str, &Code); 3] = [
+    ("Too many open files", codes::FILES_USED_UP),
+    ("Unable to create a thread", codes::TASKS_USED_UP),
+    ("Out of memory", codes::ENVOY_OUT_OF_MEMORY),
+];
 
 /// An exit that was not requested, or differs from the requested one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -67,8 +74,11 @@ impl Crash {
 
     /// Returns the crash as a problem, with a code for its cause.
     pub fn problem(&self) -> Problem {
+        let mut printed =
+            CAUSES.iter().filter(|(text, _)| self.stderr.iter().any(|line| line.contains(text)));
         let code = match (self.out_of_memory, self.signal) {
             (Some(true), _) => codes::ENVOY_OUT_OF_MEMORY,
+            _ if let Some((_, code)) = printed.next() => code,
             (_, Some(_)) => codes::ENVOY_CRASHED,
             _ if reason(&self.stderr).and_then(port::taken).is_some() => codes::PORT_TAKEN,
             _ => codes::ENVOY_BOOTSTRAP_REFUSED,
@@ -160,6 +170,20 @@ mod tests {
         };
         let expected = "exit status 1 after 3.2 s, at 2026-08-22T15:00:18Z: cannot bind";
         assert_eq!(taken.to_string(), expected);
+    }
+
+    #[test]
+    fn what_envoy_lacked_is_the_cause_of_a_crash() {
+        for (line, expected) in [
+            ("[critical] accept: Too many open files", codes::FILES_USED_UP),
+            ("[critical] assert failure: Unable to create a thread", codes::TASKS_USED_UP),
+            ("[critical] Out of memory", codes::ENVOY_OUT_OF_MEMORY),
+            ("[critical] Caught Segmentation fault", codes::ENVOY_CRASHED),
+        ] {
+            let stderr = vec![line.to_owned(), "Backtrace".to_owned()];
+            let crash = Crash { out_of_memory: Some(false), stderr, ..crash() };
+            assert_eq!(crash.problem().code, expected, "{line}");
+        }
     }
 
     #[test]
