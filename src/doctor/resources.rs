@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use rustix::fs::statvfs;
+use rustix::fs::{StatVfsMountFlags, statvfs};
 
 use super::{Subject, run_blocking};
 use crate::problem::{Code, Problem, codes};
@@ -32,8 +32,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let mut checks: Vec<_> = full.iter().map(Check::from).collect();
     for (code, what, usage) in &usages {
         if usage.is_nearly_all() {
-            let problem = Problem::new(code, what, format!("{usage} are in use"));
-            checks.push(Check::with_level(Level::Warning, &problem));
+            let found = format!("{usage} are in use");
+            checks.push(Check::with_level(Level::Warning, &Problem::new(code, what, found)));
         }
     }
     if checks.is_empty() {
@@ -68,6 +68,8 @@ fn full_volumes(directories: impl Iterator<Item = PathBuf>) -> Vec<Problem> {
         // Another check reports a missing directory.
         let volume = statvfs(&directory).ok()?;
         let what = match volume {
+            // Some file systems that are read only have no free blocks.
+            _ if volume.f_flag.contains(StatVfsMountFlags::RDONLY) => return None,
             _ if volume.f_blocks > 0 && volume.f_bavail == 0 => "no space is left",
             _ if volume.f_files > 0 && volume.f_favail == 0 => "no inode is left",
             _ => return None,

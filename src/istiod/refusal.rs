@@ -18,7 +18,7 @@ use crate::problem::{self, Problem, codes};
 /// The stored length of the text of an error, in characters.
 pub const MAX_MESSAGE: usize = 1024;
 
-/// The characters that are shown of a response without gRPC, and the time that they are awaited.
+/// The characters that are shown of a body without gRPC and of its content type, and the time that the body is awaited.
 const MAX_BODY: usize = 100;
 const MAX_BODY_WAIT: Duration = Duration::from_millis(500);
 
@@ -92,7 +92,8 @@ pub async fn check_is_grpc(response: Response<Incoming>) -> Result<Response<Inco
     if kind.starts_with(b"application/grpc") || headers.contains_key("grpc-status") {
         return Ok(response);
     }
-    let (http_status, kind) = (response.status(), String::from_utf8_lossy(kind).into_owned());
+    let kind: String = String::from_utf8_lossy(kind).chars().take(MAX_BODY).collect();
+    let http_status = response.status();
     let frame = timeout(MAX_BODY_WAIT, response.into_body().frame()).await;
     let data = frame.ok().flatten().and_then(Result::ok).and_then(|frame| frame.into_data().ok());
     let body = String::from_utf8_lossy(&data.unwrap_or_default()).into_owned();

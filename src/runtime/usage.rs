@@ -1,5 +1,5 @@
-//! Reads how much is in use of what the pod may use: memory and tasks of the control group, open files of a process,
-//! and local ports. Both versions of control groups are read.
+//! Reads the usage and the limits of memory, tasks, open files and local ports. Both versions of control groups are
+//! supported.
 
 use std::collections::HashSet;
 use std::fmt;

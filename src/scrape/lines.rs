@@ -295,7 +295,7 @@ impl Lines {
     ) -> Option<(Cow<'t, str>, &'t str)> {
         use Format::{OpenMetrics, Text};
         let unchanged = (Cow::Borrowed(name), text);
-        // Names and types of families in protobuf are those of text.
+        // A family in protobuf has the name and type that it has in text.
         let to = if self.to == OpenMetrics { OpenMetrics } else { Text };
         Some(match (keyword, self.from, to) {
             ("HELP", Text, OpenMetrics) => (short_name(name, seen).into(), text),

@@ -65,13 +65,14 @@ impl Copier {
         seen: &mut Seen,
         output: &mut Output,
     ) -> Result<(), Malformed> {
-        self.partial.extend_from_slice(chunk);
-        let arrived = mem::take(&mut self.partial);
-        let mut rest = &arrived[..];
-        while let Some(length) = self.read_field(rest, seen)? {
-            rest = &rest[length..];
+        let mut arrived = mem::take(&mut self.partial);
+        arrived.extend_from_slice(chunk);
+        let mut read = 0;
+        while let Some(length) = self.read_field(&arrived[read..], seen)? {
+            read += length;
         }
-        self.partial = rest.to_vec();
+        arrived.drain(..read);
+        self.partial = arrived;
         output.write(&mem::take(&mut self.page));
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Makes families in protobuf of the samples of a page in text or OpenMetrics.
 //!
 //! Prometheus has the same series of them as of the text. Only the metrics of a histogram or summary are held, until
-//! their family ends, but at most [`MAX_HELD`] bytes. A metric of them that protobuf cannot hold, for example a
+//! their family ends, up to [`MAX_HELD`] bytes. A metric of them that protobuf cannot hold, for example a
 //! histogram without `_sum`, passes as untyped series with the names and labels of the text.
 
 use std::collections::BTreeMap;
@@ -18,8 +18,9 @@ use super::{MAX_MESSAGE, METRIC, Message};
 use crate::scrape::format::Format;
 use crate::scrape::sample::{Names, Sample};
 
-/// The maximum size of the metrics of a histogram or summary that are held, in bytes.
-const MAX_HELD: usize = 1 << 20;
+/// The size of the held metrics in text from which they are written before another metric begins. One metric that is
+/// larger is written in parts.
+const MAX_HELD: usize = 64 << 10;
 /// The bits of Prometheus' NaN, which a sample has; other bits have a meaning there.
 const NAN: u64 = 0x7ff8_0000_0000_0001;
 /// 2^53. Up to it, all whole numbers are exact.
@@ -110,11 +111,13 @@ impl Families {
             return self.write_metric(&metric);
         };
         labels.sort_unstable();
-        self.held_size += sample.series.len() + sample.rest.len();
-        self.held.entry(labels).or_default().push(Part { role, figures });
-        if self.held_size > MAX_HELD {
+        // A metric whose samples still arrive stays together.
+        let limit = if self.held.contains_key(&labels) { 2 * MAX_HELD } else { MAX_HELD };
+        if self.held_size > limit {
             self.write_held();
         }
+        self.held_size += sample.series.len() + sample.rest.len();
+        self.held.entry(labels).or_default().push(Part { role, figures });
     }
 
     /// Writes what is held. Call it at the end of the page.

@@ -191,6 +191,16 @@ fn a_large_family_is_written_in_parts_and_a_large_histogram_is_not_held() {
     let summaries: String =
         ["# TYPE s summary\n".to_owned()].into_iter().chain(sums).chain(counts).collect();
     assert_eq!(series(&convert(summaries.as_bytes(), Format::Text, 4096)).len(), 100_000);
+    let histograms = (0..10_000).map(|n| {
+        format!(
+            "h_bucket{{n=\"{n}\",le=\"+Inf\"}} 1\nh_sum{{n=\"{n}\"}} 1\nh_count{{n=\"{n}\"}} 1\n"
+        )
+    });
+    let histograms: String =
+        ["# TYPE h histogram\n".to_owned()].into_iter().chain(histograms).collect();
+    let page = convert(histograms.as_bytes(), Format::Text, 4096);
+    assert_eq!(series(&page).len(), 30_000);
+    assert!(families(&page).iter().all(|family| family.r#type() == MetricType::Histogram));
 }
 
 proptest! {

@@ -148,14 +148,15 @@ impl Snapshot {
         Some(Problem::new(code, "discovery", states.join("; ")))
     }
 
-    /// Returns the number of listeners that Envoy has. Returns None if it is not known, or if it has rejected some.
+    /// Returns the number of listeners that Envoy has. Returns None if it is not known, because Envoy has not answered or
+    /// has rejected some.
     fn listeners(&self) -> Option<usize> {
         let Some(seen) = self.types.get(LISTENER) else {
             return Some(0);
         };
         match &seen.last_response {
             None => Some(0),
-            Some(_) if seen.is_rejected => None,
+            Some(response) if seen.is_rejected || !response.answered => None,
             Some(response) => self.accepted.get(LISTENER).copied().or_else(|| {
                 // Later responses may have changes only.
                 (seen.responses == 1).then_some(response.resources as usize)

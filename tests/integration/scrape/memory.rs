@@ -20,12 +20,15 @@ fn a_page_of_100_000_lines_costs_less_than_2_mb() {
     let half = server::page(server::TEXT, server::large("half", 50_000));
     let rest = server::page(server::TEXT, server::large("rest", 50_000));
     let copied = server::page(server::PROTOBUF, server::large_in_protobuf("protobuf", 100_000));
+    let one_in_protobuf = server::page(server::PROTOBUF, server::large_in_protobuf("one", 1));
+    let histograms = server::page(server::TEXT, server::histograms(12_000));
     for ports in [
         [small, large, 0],
         [large, other, 0],
         [small, half, rest],
         [copied, small, 0],
         [copied, large, 0],
+        [one_in_protobuf, histograms, 0],
     ] {
         // The kernel counts pages per CPU and adds them up in batches, so each reading may be wrong by hundreds of
         // KiB. A page that takes too much memory does so in each of the three processes.

@@ -60,6 +60,24 @@ pub fn large(prefix: &str, lines: usize) -> String {
     page
 }
 
+/// Returns a page with one family of histograms, of ten samples each. All sums precede all buckets, as several processes
+/// of Python write it.
+pub fn histograms(count: usize) -> String {
+    let label = |number: usize| format!("cluster=\"outbound|9080||reviews-{number}.default.svc\"");
+    let mut page = "# TYPE duration histogram\n".to_owned();
+    for number in 0..count {
+        writeln!(page, "duration_sum{{{}}} 1.5", label(number)).expect("written");
+    }
+    for number in 0..count {
+        for bound in ["1", "2", "3", "4", "5", "6", "7", "+Inf"] {
+            let labels = format!("{},le=\"{bound}\"", label(number));
+            writeln!(page, "duration_bucket{{{labels}}} 7").expect("written");
+        }
+        writeln!(page, "duration_count{{{}}} 7", label(number)).expect("written");
+    }
+    page
+}
+
 /// Returns the samples of [`large`] in protobuf.
 pub fn large_in_protobuf(prefix: &str, lines: usize) -> Vec<u8> {
     let label =
