@@ -753,7 +753,8 @@ fn text_that_is_not_json_is_refused_as_json() {
 fn json_value() -> impl Strategy<Value = Value> {
     // A random text with an `@` may look like the credentials of a URL.
     let any_text = any::<String>().prop_map(|text| text.replace('@', ""));
-    let text = prop_oneof!["[a-z\"\\\\{}\\[\\], :=]{0,12}", any_text];
+    // No name of a credential consists of these letters. `pw=a` is redacted.
+    let text = prop_oneof!["[a-f\"\\\\{}\\[\\], :=]{0,12}", any_text];
     let scalar = prop_oneof![
         any::<bool>().prop_map(Value::from),
         any::<i32>().prop_map(Value::from),
@@ -761,7 +762,7 @@ fn json_value() -> impl Strategy<Value = Value> {
         text.prop_map(Value::from),
     ];
     scalar.prop_recursive(4, 32, 4, |inner| {
-        let names = prop_oneof!["[a-z]{1,4}", Just("header".to_owned()), Just("key".to_owned())];
+        let names = prop_oneof!["[a-f]{1,4}", Just("header".to_owned()), Just("key".to_owned())];
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
             prop::collection::vec((names, inner), 0..4)
