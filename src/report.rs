@@ -17,8 +17,9 @@ const MAX_TEXT: usize = 1000;
 /// The indentation of the second and later lines of a finding.
 const INDENT: &str = "           ";
 /// The codes of problems that are warnings, unless a check sets another level.
-const WARNINGS: [&Code; 14] = [
+const WARNINGS: [&Code; 20] = [
     codes::CERTIFICATE_EXPIRES_SOON,
+    codes::CIRCUIT_BREAKER_OPEN,
     codes::DNS_RESOLVER_INVALID,
     codes::ENVOY_NOT_INSPECTED,
     codes::HANDOVER_FAILED,
@@ -26,7 +27,12 @@ const WARNINGS: [&Code; 14] = [
     codes::HOT_RESTART_UNAVAILABLE,
     codes::INBOUND_NOT_MATCHED,
     codes::LOG_SILENT,
+    codes::PEER_CERTIFICATE_REFUSED,
+    codes::PEER_EXPECTS_TLS,
+    codes::PEER_IN_PLAIN_TEXT,
+    codes::PEER_REFUSES_HANDSHAKE,
     codes::RBAC_DENIED,
+    codes::REQUESTS_FAIL,
     codes::REVOCATION_LIST_EMPTY,
     codes::SECRET_UPDATE_REFUSED,
     codes::STANDBY_ABSENT,

@@ -1,6 +1,6 @@
 //! Checks Envoy: its process, its admin port, the resources it has rejected, and those it waits for.
 
-use super::{PROBE_LIMIT, Subject, capture, run_blocking};
+use super::{PROBE_LIMIT, Subject, capture, peers, run_blocking};
 use crate::config;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::Report;
@@ -27,12 +27,13 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             None => preconditions(subject.config, envoy).await,
         }
     };
-    let (mut checks, server, waits, endpoints, refusals) = tokio::join!(
+    let (mut checks, server, waits, endpoints, refusals, strict) = tokio::join!(
         process,
         admin.page("/server_info"),
         inspect::warming(&admin),
-        inspect::endpoints(&admin),
+        peers::checks(subject, &admin),
         inspect::refusals(&admin),
+        inspect::strict_ports(&admin),
     );
     if let Some(seen) = subject.running.map(|it| it.discovery.snapshot()) {
         checks.extend(seen.rejections().iter().map(Check::from));
@@ -52,13 +53,12 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             // The text is commit, version, status, kind and TLS library.
             let version = text("version").split('/').nth(1).unwrap_or("unknown");
             let found = format!("{}: {}, version {version}", admin.address, text("state"));
-            checks.extend(waits.iter().chain(&endpoints).map(Check::from));
-            match refusals {
-                Some(refusals) => checks.extend(refusals.iter().map(Check::from)),
-                None => {
-                    checks.push(Check::skipped("handshakes and RBAC", inspect::STATISTICS_HINT))
-                }
+            checks.extend(waits.iter().map(Check::from).chain(endpoints));
+            checks.extend(refusals.problems.iter().map(Check::from));
+            if !refusals.are_counted {
+                checks.push(Check::skipped("refused calls", inspect::STATISTICS_HINT));
             }
+            checks.extend(strict.map(|ports| Check::ok("inbound mTLS", ports)));
             checks.push(Check::ok(ADMIN, found));
         }
         // Without a process this is a consequence.

@@ -11,6 +11,7 @@ mod configuration;
 mod dns;
 mod envoy;
 mod istiod;
+mod peers;
 mod probes;
 mod resources;
 mod secrets;

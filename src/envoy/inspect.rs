@@ -1,17 +1,16 @@
-//! Inspects Envoy through its admin port: resources that it waits for, calls that it refuses, and endpoints that it
-//! does not reach.
+//! Inspects Envoy through its admin port: resources that it waits for, calls that it refuses, and endpoints for which
+//! requests fail.
 //!
 //! The doctor, the readiness check, the stored configuration and a handover call one function each. A full
-//! configuration dump may have 100 MB, so only names are requested.
+//! configuration dump may have 100 MB, so only names and some clusters are requested.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::admin::Admin;
@@ -19,20 +18,27 @@ use crate::problem::{Code, Problem, codes};
 
 /// The pause before a finding is confirmed, because every update warms for a moment.
 const PAUSE: Duration = Duration::from_millis(300);
-/// The limit of a connection attempt. It leaves time for other checks within the doctor's limit.
-const DIAL_LIMIT: Duration = Duration::from_millis(700);
-const MAX_DIALS: usize = 16;
+/// The most failing endpoints that are returned.
+const MAX_FAILING: usize = 16;
 
 const WARMING_LISTENERS: &str = "/init_dump?mask=listener";
 const WARMING_CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
 const ACTIVE_SECRETS: &str = "/config_dump?resource=dynamic_active_secrets&mask=name";
 const WARMING_SECRETS: &str = "/config_dump?resource=dynamic_warming_secrets&mask=name";
-/// `^(listener|http)\..*(no_filter_chain_match|ssl\.(connection_error|fail_verify.*)|rbac\..*denied)$`
-const REFUSALS: &str = "/stats?filter=%5E(listener%7Chttp)%5C..*(no_filter_chain_match%7C\
-    ssl%5C.(connection_error%7Cfail_verify.*)%7Crbac%5C..*denied)%24";
+/// `^(listener|http|cluster\.(in|out)bound)\b.*(no_filter_chain_match|ssl\.(handshake|connection_error|fail_verify.*)|
+/// rbac\..*denied|rq_pending_overflow)$`
+const REFUSALS: &str = "/stats?filter=%5E(listener%7Chttp%7Ccluster%5C.(in%7Cout)bound)%5Cb.*(no_filter_chain_match%7C\
+    ssl%5C.(handshake%7Cconnection_error%7Cfail_verify.*)%7Crbac%5C..*denied%7Crq_pending_overflow)%24";
+const INBOUND_LISTENER: &str =
+    "/config_dump?resource=dynamic_listeners&name_regex=%5EvirtualInbound%24";
+/// Envoy's port for captured inbound traffic, where it serves nothing itself.
+const INBOUND_PORT: u64 = 15006;
+/// The number of failed handshakes from which they are a problem if they are the majority. Scanners make some.
+const MANY_HANDSHAKES: u64 = 10;
 /// The advice for an Envoy without the statistics of [`refusals`].
-pub const STATISTICS_HINT: &str = "Envoy does not count them; it does with the annotation \
-    `sidecar.istio.io/statsInclusionRegexps: listener.*(no_filter_chain_match|ssl.*),http.*rbac.*denied`";
+pub const STATISTICS_HINT: &str = "Envoy does not count all of them; it does with the annotation \
+    `sidecar.istio.io/statsInclusionRegexps: listener.*(no_filter_chain_match|ssl.*),http.*rbac.*denied,\
+    cluster.*(rq_pending_overflow|ssl.fail_verify_san)`";
 
 /// Lists the resources that Envoy waits for. A page that cannot be read is a problem with another code.
 pub async fn warming(admin: &Admin) -> Vec<Problem> {
@@ -174,90 +180,171 @@ fn check_names(
     Err(format!("it lacks {kind} {}", missing.join(", ")))
 }
 
-/// Lists the calls to the pod that Envoy has refused since its start. Returns None if Envoy does not count them.
-pub async fn refusals(admin: &Admin) -> Option<Vec<Problem>> {
-    let page = admin.text(REFUSALS).await.ok()?;
-    let counts = page.lines().filter_map(|line| line.rsplit_once(": "));
-    let refused = counts.clone().filter(|(_, count)| *count != "0");
-    let problems = refused.map(|(name, count)| {
-        let code = match name {
-            _ if name.contains("filter_chain") => codes::INBOUND_NOT_MATCHED,
-            _ if name.contains(".ssl.") => codes::HANDSHAKES_FAILED,
-            _ => codes::RBAC_DENIED,
+/// The calls that Envoy has refused since its start.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    pub problems: Vec<Problem>,
+    /// False if Envoy does not count some of them.
+    pub are_counted: bool,
+}
+
+/// Reads the calls to the pod and from it that Envoy has refused.
+pub async fn refusals(admin: &Admin) -> Refusals {
+    let page = admin.text(REFUSALS).await.unwrap_or_default();
+    read_refusals(&page)
+}
+
+fn read_refusals(page: &str) -> Refusals {
+    let lines = page.lines().filter_map(|line| line.rsplit_once(": "));
+    let counts: BTreeMap<&str, u64> =
+        lines.filter_map(|(name, count)| Some((name, count.parse().ok()?))).collect();
+    let problems = counts.iter().filter(|(_, count)| **count > 0).filter_map(|(name, count)| {
+        let is_of_cluster = name.starts_with("cluster.");
+        let code = match name.rsplit('.').next()? {
+            "no_filter_chain_match" => codes::INBOUND_NOT_MATCHED,
+            "fail_verify_san" if is_of_cluster => codes::PEER_CERTIFICATE_REFUSED,
+            // Other causes of a failed handshake are examined with the endpoint.
+            "connection_error" if !is_of_cluster => {
+                let handshakes = name.replace("connection_error", "handshake");
+                let good = counts.get(&*handshakes).copied().unwrap_or_default();
+                if *count < MANY_HANDSHAKES.max(good) {
+                    return None;
+                }
+                codes::HANDSHAKES_FAILED
+            }
+            "upstream_rq_pending_overflow" => codes::CIRCUIT_BREAKER_OPEN,
+            last if last.ends_with("denied") => codes::RBAC_DENIED,
+            _ => return None,
         };
         let found = format!("{}: {count} since Envoy's start", code.cause);
-        Problem::new(code, name, found)
+        Some(Problem::new(code, name, found))
     });
-    (counts.count() > 0).then(|| problems.collect())
-}
-
-/// Lists endpoints that neither Envoy nor the agent can connect to, and services without healthy ones. The agent
-/// dials because Envoy's count of failures never decreases.
-pub async fn endpoints(admin: &Admin) -> Vec<Problem> {
-    let page = match admin.text("/clusters").await {
-        Ok(page) => page,
-        Err(reason) => {
-            let (code, subject) = (codes::ENVOY_NOT_INSPECTED, "endpoints of Envoy's clusters");
-            return vec![Problem::new(code, subject, reason)];
-        }
-    };
-    let (failed, services) = read_clusters(&page);
-    let dials = join_all(failed.into_iter().take(MAX_DIALS).map(dial)).await;
-    let mut problems: Vec<_> = dials.into_iter().flatten().collect();
-    if !services.is_empty() {
-        let subject = "services without a healthy endpoint";
-        let names = Vec::from_iter(services).join(", ");
-        problems.push(Problem::new(codes::NO_HEALTHY_ENDPOINT, subject, names));
+    let counts_of = |kind| counts.keys().any(|name| name.starts_with(kind));
+    Refusals {
+        problems: problems.collect(),
+        are_counted: counts_of("listener.") && counts_of("cluster."),
     }
-    problems
 }
 
-/// An endpoint to which connections of Envoy have failed.
-#[derive(Debug, PartialEq)]
-struct FailedEndpoint<'a> {
-    cluster: &'a str,
-    address: SocketAddr,
-    /// The number of failed connections.
-    count: &'a str,
+/// Returns the ports at which Envoy refuses plain text. None without a listener of captured inbound traffic.
+pub async fn strict_ports(admin: &Admin) -> Option<String> {
+    read_strict_ports(&admin.page(INBOUND_LISTENER).await.ok()?)
 }
 
-/// Reads lines such as `cluster::address::cx_connect_fail::1`. Also returns the services without a healthy
-/// endpoint among those whose endpoints istiod sends.
-fn read_clusters(page: &str) -> (Vec<FailedEndpoint<'_>>, BTreeSet<&str>) {
-    let (mut failed, mut all, mut healthy) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+fn read_strict_ports(dump: &Value) -> Option<String> {
+    let listener = entries(dump, "configs").next()?.pointer("/active_state/listener")?;
+    // The key is the port; the chains without one are for all other ports.
+    let mut plain = BTreeMap::new();
+    for chain in entries(listener, "filter_chains").map(|chain| &chain["filter_chain_match"]) {
+        let accepts_plain = chain["transport_protocol"] != "tls";
+        *plain.entry(chain["destination_port"].as_u64()).or_insert(false) |= accepts_plain;
+    }
+    plain.remove(&Some(INBOUND_PORT));
+    let strict = plain.iter().filter(|(_, accepts_plain)| !**accepts_plain);
+    let strict: Vec<_> = strict
+        .map(|(port, _)| port.map_or("all others".to_owned(), |port| port.to_string()))
+        .collect();
+    Some(match &*strict {
+        [] => "plain text is accepted at each port".to_owned(),
+        ports => format!("plain text is refused (STRICT) at ports: {}", ports.join(", ")),
+    })
+}
+
+/// The endpoints of Envoy's clusters, as far as they have a problem.
+#[derive(Debug, Default, PartialEq)]
+pub struct Endpoints {
+    /// Endpoints for which connections or requests have failed, at most [`MAX_FAILING`].
+    pub failing: Vec<FailingEndpoint>,
+    /// The services without a healthy endpoint among those whose endpoints istiod sends.
+    pub without_healthy: BTreeSet<String>,
+}
+
+/// An endpoint to which connections of Envoy have failed, or most requests. The counters never decrease.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FailingEndpoint {
+    pub cluster: String,
+    /// The address and the port.
+    pub address: String,
+    pub failed_connections: u64,
+    pub failed_requests: u64,
+    /// The part of the failed requests that had no answer in time.
+    pub late_requests: u64,
+    pub successful_requests: u64,
+}
+
+/// Reads the endpoints that have a problem.
+pub async fn endpoints(admin: &Admin) -> Result<Endpoints, Problem> {
+    match admin.text("/clusters").await {
+        Ok(page) => Ok(read_clusters(&page)),
+        Err(reason) => {
+            let subject = "endpoints of Envoy's clusters";
+            Err(Problem::new(codes::ENVOY_NOT_INSPECTED, subject, reason))
+        }
+    }
+}
+
+/// Reads lines such as `cluster::address::cx_connect_fail::1`. All lines of an endpoint follow each other.
+fn read_clusters(page: &str) -> Endpoints {
+    let (mut failing, mut all, mut healthy) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+    let mut last = FailingEndpoint::default();
     for line in page.lines() {
         let (rest, value) = line.rsplit_once("::").unwrap_or_default();
         let (endpoint, name) = rest.rsplit_once("::").unwrap_or_default();
         let (cluster, address) = endpoint.split_once("::").unwrap_or((endpoint, ""));
-        match (name, address.parse()) {
-            ("cx_connect_fail", Ok(address)) if value != "0" => {
-                failed.push(FailedEndpoint { cluster, address, count: value });
-            }
-            ("health_flags", _) if !value.contains("failed") => _ = healthy.insert(cluster),
-            ("health_flags" | "eds_service_name", _) => _ = all.insert(cluster),
+        if last.address != address || last.cluster != cluster {
+            let (cluster, address) = (cluster.to_owned(), address.to_owned());
+            let next = FailingEndpoint { cluster, address, ..FailingEndpoint::default() };
+            failing.extend(Some(std::mem::replace(&mut last, next)).filter(FailingEndpoint::fails));
+        }
+        let count = value.parse().unwrap_or_default();
+        match name {
+            "cx_connect_fail" => last.failed_connections = count,
+            "rq_error" => last.failed_requests = count,
+            "rq_timeout" => last.late_requests = count,
+            "rq_success" => last.successful_requests = count,
+            "health_flags" if !value.contains("failed") => _ = healthy.insert(cluster),
+            "health_flags" | "eds_service_name" => _ = all.insert(cluster),
             _ => {}
         }
     }
+    failing.extend(Some(last).filter(FailingEndpoint::fails));
+    failing.truncate(MAX_FAILING);
     all.retain(|name| name.starts_with("outbound|") && !healthy.contains(name));
     let hosts = all.iter().filter_map(|name| name.rsplit('|').next());
-    (failed, hosts.collect())
+    Endpoints { failing, without_healthy: hosts.map(str::to_owned).collect() }
 }
 
-/// Returns the problem of an endpoint that cannot be connected to.
-async fn dial(endpoint: FailedEndpoint<'_>) -> Option<Problem> {
-    let FailedEndpoint { cluster, address, count } = endpoint;
-    let reason = match timeout(DIAL_LIMIT, TcpStream::connect(address)).await {
-        Ok(Ok(_)) => return None,
-        Ok(Err(error)) => error.to_string(),
-        Err(_) => "no answer".to_owned(),
-    };
-    let code = if cluster.starts_with("inbound|") {
-        codes::APPLICATION_PORT_CLOSED
-    } else {
-        codes::UPSTREAM_UNREACHABLE
-    };
-    let found = format!("{address}: {reason}; failed connections of Envoy: {count}");
-    Some(Problem::new(code, cluster, found))
+impl FailingEndpoint {
+    fn fails(&self) -> bool {
+        let is_remote = self.address.parse::<SocketAddr>().is_ok();
+        is_remote && (self.failed_connections > 0 || self.requests_fail())
+    }
+
+    /// Returns true if most requests have failed although there was a connection. Envoy does not count requests that
+    /// their clients gave up.
+    pub fn requests_fail(&self) -> bool {
+        self.failed_requests > self.successful_requests.saturating_add(self.failed_connections)
+    }
+}
+
+/// Reads the configuration of these clusters and of their endpoints.
+pub async fn clusters(admin: &Admin, names: &BTreeSet<&str>) -> Result<[Value; 2], String> {
+    let names: Vec<_> = names.iter().map(|name| pattern(name)).collect();
+    let filter = format!("name_regex=%5E({})%24", names.join("%7C"));
+    let clusters = format!("/config_dump?resource=dynamic_active_clusters&{filter}");
+    let endpoints = format!("/config_dump?include_eds&resource=dynamic_endpoint_configs&{filter}");
+    let (clusters, endpoints) = tokio::join!(admin.page(&clusters), admin.page(&endpoints));
+    Ok([clusters?, endpoints?])
+}
+
+/// Returns the regular expression that matches this text only, escaped for a query.
+fn pattern(text: &str) -> String {
+    let bytes = text.bytes().map(|byte| match byte {
+        byte if byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+        byte if byte.is_ascii() => format!("%5C%{byte:02X}"),
+        byte => format!("%{byte:02X}"),
+    });
+    bytes.collect()
 }
 
 /// Describes each waiting listener with the resources that it waits for.
@@ -286,7 +373,7 @@ fn names(dump: &Value) -> BTreeSet<String> {
     names.map(|name| text(name).to_owned()).collect()
 }
 
-fn entries<'v>(value: &'v Value, name: &str) -> impl Iterator<Item = &'v Value> {
+pub(crate) fn entries<'v>(value: &'v Value, name: &str) -> impl Iterator<Item = &'v Value> {
     value[name].as_array().into_iter().flatten()
 }
 
@@ -326,23 +413,101 @@ mod tests {
     }
 
     #[test]
-    fn failed_endpoints_and_services_without_a_healthy_one_are_read_in_both_families() {
+    fn failing_endpoints_and_services_without_a_healthy_one_are_read() {
         let page = "outbound|80||a.b::observability_name::outbound|80||a.b\n\
                     outbound|80||a.b::default_priority::max_connections::1024\n\
                     outbound|80||a.b::eds_service_name::outbound|80||a.b\n\
                     outbound|80||a.b::[fd00::1]:8080::cx_connect_fail::2\n\
                     outbound|80||a.b::[fd00::1]:8080::health_flags::healthy\n\
                     outbound|80||a.b::10.0.0.1:8080::cx_connect_fail::0\n\
+                    outbound|80||a.b::10.0.0.1:8080::rq_error::3\n\
+                    outbound|80||a.b::10.0.0.1:8080::rq_success::2\n\
+                    outbound|80||a.b::10.0.0.1:8080::rq_timeout::1\n\
                     outbound|80||a.b::10.0.0.1:8080::health_flags::/failed_outlier_check\n\
+                    outbound|80||a.b::10.0.0.2:8080::rq_error::3\n\
+                    outbound|80||a.b::10.0.0.2:8080::rq_success::3\n\
                     outbound|80||c.b::eds_service_name::outbound|80||c.b\n\
+                    outbound|80||d.b::10.0.0.1:8080::rq_error::0\n\
                     outbound|80||d.b::10.0.0.1:8080::health_flags::/failed_eds_health\n\
                     inbound|80||::eds_service_name::x\n\
                     xds-grpc::./etc/istio/proxy/XDS::cx_connect_fail::1\nx\n::\n";
-        let (failed, services) = read_clusters(page);
-        let address = "[fd00::1]:8080".parse().expect("an address");
-        let expected = FailedEndpoint { cluster: "outbound|80||a.b", address, count: "2" };
-        assert_eq!(failed, [expected]);
-        let services = Vec::from_iter(services);
-        assert_eq!(services, ["c.b", "d.b"]);
+        let failing = |address: &str| FailingEndpoint {
+            cluster: "outbound|80||a.b".to_owned(),
+            address: address.to_owned(),
+            ..FailingEndpoint::default()
+        };
+        let expected = Endpoints {
+            failing: vec![
+                FailingEndpoint { failed_connections: 2, ..failing("[fd00::1]:8080") },
+                FailingEndpoint {
+                    failed_requests: 3,
+                    late_requests: 1,
+                    successful_requests: 2,
+                    ..failing("10.0.0.1:8080")
+                },
+            ],
+            without_healthy: ["c.b", "d.b"].map(str::to_owned).into(),
+        };
+        assert_eq!(read_clusters(page), expected);
+        let many: String =
+            (1..100).map(|port| format!("a::127.0.0.1:{port}::cx_connect_fail::1\n")).collect();
+        assert_eq!(read_clusters(&many).failing.len(), MAX_FAILING);
+    }
+
+    #[test]
+    fn most_of_ten_handshakes_must_fail_to_be_a_problem() {
+        for (failed, good, expected) in [(9, 0, 0), (10, 9, 1), (10, 11, 0), (20, 11, 1)] {
+            let page = format!(
+                "listener.0.0.0.0_15006.ssl.connection_error: {failed}\n\
+                 listener.0.0.0.0_15006.ssl.handshake: {good}\n"
+            );
+            let found = read_refusals(&page);
+            assert_eq!((found.problems.len(), found.are_counted), (expected, false), "{page}");
+        }
+        let page = "cluster.outbound|80||a.b;.upstream_rq_pending_overflow: 3\n\
+                    cluster.outbound|80||a.b;.ssl.fail_verify_san: 1\n\
+                    cluster.outbound|80||a.b;.ssl.connection_error: 70\n\
+                    listener.a.no_filter_chain_match: 1\nhttp.a.rbac.denied: 2\nx: y\n";
+        let found = read_refusals(page);
+        let names: Vec<_> = found.problems.iter().map(|problem| problem.code.name).collect();
+        let expected = [
+            "PEER_CERTIFICATE_REFUSED",
+            "CIRCUIT_BREAKER_OPEN",
+            "RBAC_DENIED",
+            "INBOUND_NOT_MATCHED",
+        ];
+        assert_eq!((&*names, found.are_counted), (&expected[..], true));
+    }
+
+    #[test]
+    fn the_mode_of_each_port_follows_from_its_filter_chains() {
+        let chain = |port: Option<u16>, protocol: Option<&str>| json!({ "filter_chain_match": { "destination_port": port, "transport_protocol": protocol } });
+        let (tls, plain) = (Some("tls"), Some("raw_buffer"));
+        for (chains, expected) in [
+            (
+                vec![chain(Some(15006), None), chain(None, tls), chain(None, plain)],
+                "accepted at each",
+            ),
+            (
+                vec![
+                    chain(None, tls),
+                    chain(Some(8080), tls),
+                    chain(Some(9090), tls),
+                    chain(Some(9090), None),
+                ],
+                "refused (STRICT) at ports: all others, 8080",
+            ),
+        ] {
+            let listener = json!({ "filter_chains": chains });
+            let dump = json!({ "configs": [{ "active_state": { "listener": listener } }] });
+            let found = read_strict_ports(&dump).expect("a listener");
+            assert!(found.contains(expected), "{found}");
+        }
+        assert_eq!(read_strict_ports(&json!({ "configs": [{}] })), None);
+    }
+
+    #[test]
+    fn a_pattern_matches_the_characters_of_a_name_literally() {
+        assert_eq!(pattern("a|8.é"), "a%5C%7C8%5C%2E%C3%A9");
     }
 }

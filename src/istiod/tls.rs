@@ -48,7 +48,7 @@ pub(super) struct Prepared {
 }
 
 /// Returns the error of rustls in an error of the stream, if there is one.
-pub(super) fn error(error: &io::Error) -> Option<&rustls::Error> {
+pub(crate) fn error(error: &io::Error) -> Option<&rustls::Error> {
     error.get_ref()?.downcast_ref()
 }
 

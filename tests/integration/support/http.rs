@@ -308,6 +308,14 @@ impl Server {
             .with_no_client_auth()
             .with_single_cert(vec![own.cert.der().clone()], key.into())
             .unwrap();
+        Self::secured(config, answer).await
+    }
+
+    /// Starts a server with these TLS settings and a free port.
+    pub async fn secured(
+        config: rustls::ServerConfig,
+        answer: impl Fn(&str) -> Option<(u16, String, String)> + Send + Sync + 'static,
+    ) -> Self {
         Self::serve(0, Some(Arc::new(config).into()), answer).await
     }
 

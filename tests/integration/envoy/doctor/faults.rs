@@ -266,7 +266,10 @@ fn static_cluster(name: &str, port: u16, health: &str) -> Value {
 }
 
 /// Starts a pod, waits until it is ready, and sends a request to this cluster through its Envoy.
-async fn pod_after_request(mut resources: Vec<Value>, name: &str) -> (Pod, ControlPlane) {
+pub(super) async fn pod_after_request(
+    mut resources: Vec<Value>,
+    name: &str,
+) -> (Pod, ControlPlane) {
     let port = free_port();
     resources.extend([listener("plain", port, "all"), routes("all", name, "x")]);
     let (pod, control_plane) = pod(&resources, &[]).await;

@@ -203,40 +203,58 @@ async fn each_refused_call_is_named_with_its_cure_where_envoy_counts_it() {
         return;
     }
     let mut faults = Faults::default();
-    for (name, listener, code, cause, cure) in [
+    const CART: &str = "outbound|80||cart.shop";
+    for (name, resources, code, cause, cure) in [
         (
             "plain text under STRICT",
-            strict as fn(u16) -> Value,
+            (|port| vec![strict(port)]) as fn(u16) -> Vec<Value>,
             "INBOUND_NOT_MATCHED",
             ["no filter chain accepts", "no_filter_chain_match"],
             ["STRICT", "set PeerAuthentication to PERMISSIVE"],
         ),
         (
-            "a failed handshake",
-            |port| secured_listener("tls", port),
+            "failed handshakes",
+            |port| vec![secured_listener("tls", port)],
             "HANDSHAKES_FAILED",
             ["handshakes (TLS) with Envoy failed", "ssl.connection_error"],
             ["compare certificates", "trust domains"],
         ),
         (
             "a denied request",
-            |port| denying(answering(&port.to_string(), port)),
+            |port| vec![denying(answering(&port.to_string(), port))],
             "RBAC_DENIED",
             ["an AuthorizationPolicy denied requests", "rbac.denied"],
             ["istioctl experimental authz check", "access log"],
         ),
+        (
+            "a connection pool that is too small",
+            |port| {
+                let mut small = cluster(CART);
+                small["circuit_breakers"] =
+                    json!({ "thresholds": [{ "max_pending_requests": 0 }] });
+                let endpoints = endpoints(CART, &[port]);
+                vec![small, endpoints, listener("plain", port, "all"), routes("all", CART, "x")]
+            },
+            "CIRCUIT_BREAKER_OPEN",
+            [CART, "rq_pending_overflow"],
+            ["connectionPool", "DestinationRule"],
+        ),
     ] {
         faults.add(name, async move {
             let port = free_port();
-            let matcher =
-                [r"listener\..*(no_filter_chain_match|ssl\..*)", r"http\..*rbac\..*denied"];
+            let matcher = [
+                r"listener\..*(no_filter_chain_match|ssl\..*)",
+                r"http\..*rbac\..*denied",
+                r"cluster\..*rq_pending_overflow",
+            ];
             let matcher = json!({ "proxyStatsMatcher": { "inclusionRegexps": matcher } });
             let counting = [("PROXY_CONFIG", &*matcher.to_string())];
-            let (pod, control_plane) = pod(&[listener(port)], &counting).await;
+            let (pod, control_plane) = pod(&resources(port), &counting).await;
             is_ready(&pod).await;
-            try_ask(port, "GET /", "").await;
-            let port = port.to_string();
-            let cause = [&cause[..], &[&port, "1 since"]].concat();
+            for _ in 0..10 {
+                try_ask(port, "GET /", "").await;
+            }
+            let cause = [&cause[..], &["10 since"]].concat();
             Fault::new(pod, (code, &cause, &cure)).with(control_plane).warns()
         });
     }

@@ -1,0 +1,401 @@
+//! Examines endpoints for which Envoy's connections or requests fail: connects as Envoy does, with its TLS, and sends
+//! no request.
+//!
+//! Only the running agent has the keys. Envoy's counters never decrease, so this connection decides.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use futures_util::future::join_all;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::sign::SingleCertAndKey;
+use rustls::{ClientConfig, Error, InvalidMessage};
+use serde_json::Value;
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
+use tokio::time::{timeout, timeout_at};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use zeroize::Zeroizing;
+
+use super::{PROBE_LIMIT, Subject, late};
+use crate::envoy::admin::Admin;
+use crate::envoy::inspect::{self, FailingEndpoint};
+use crate::istiod::tls;
+use crate::net::unverified_tls;
+use crate::problem::{Code, Problem, codes};
+use crate::report::{Check, Level};
+use crate::runtime::clock::{after, rfc3339};
+use crate::secrets::name::Name;
+use crate::secrets::{Facts, Secret, Subscription};
+use crate::trust::chain_verifier::AnyName;
+use crate::trust::compliance::Policy;
+use crate::trust::key_pair::certified;
+use crate::trust::{pem, trust_anchors};
+
+/// The limit of a connection attempt, and of a handshake. They leave time for other checks within the doctor's limit.
+const DIAL_LIMIT: Duration = Duration::from_millis(700);
+/// The time for which the peer may refuse the client's certificate after the handshake, as TLS 1.3 allows.
+const ALERT_LIMIT: Duration = Duration::from_millis(300);
+/// The number of failed requests from which an endpoint without successful ones is a warning.
+const MANY_REQUESTS: u64 = 10;
+
+/// The transport socket that Envoy uses for an endpoint.
+#[derive(Debug, PartialEq)]
+enum Transport {
+    PlainText,
+    Tls(Tls),
+    /// The agent cannot connect in this way.
+    Other(String),
+}
+
+/// The part of Envoy's `UpstreamTlsContext` that a handshake depends on.
+#[derive(Debug, Default, PartialEq)]
+struct Tls {
+    sni: String,
+    alpn: Vec<String>,
+    /// The names of the secrets for the client's certificate and for the roots.
+    certificate: Option<String>,
+    roots: Option<String>,
+    /// The names of which the certificate must have one. Empty if any will do.
+    names: Vec<String>,
+}
+
+/// Why a peer and Envoy cannot talk.
+type Fault = (&'static Code, String);
+
+/// Examines the failing endpoints, and lists the services without healthy ones.
+pub(super) async fn checks(subject: Subject<'_>, admin: &Admin) -> Vec<Check> {
+    let until = after(PROBE_LIMIT);
+    let endpoints = match inspect::endpoints(admin).await {
+        Ok(endpoints) => endpoints,
+        Err(problem) => return vec![Check::from(&problem)],
+    };
+    let mut checks = Vec::new();
+    if !endpoints.failing.is_empty() {
+        let names: BTreeSet<_> = endpoints.failing.iter().map(|it| &*it.cluster).collect();
+        let dials = join_all(endpoints.failing.iter().map(|it| dial(&it.address)));
+        let (clusters, dials) = tokio::join!(inspect::clusters(admin, &names), dials);
+        let examined = endpoints.failing.iter().zip(dials).map(async |(endpoint, dialed)| {
+            let examined = examine(subject, endpoint, dialed, &clusters);
+            let why = "no answer in time";
+            timeout_at(until, examined).await.unwrap_or_else(|_| late(&endpoint.cluster, why))
+        });
+        checks = join_all(examined).await;
+    }
+    if !endpoints.without_healthy.is_empty() {
+        let subject = "services without a healthy endpoint";
+        let names = Vec::from_iter(endpoints.without_healthy).join(", ");
+        checks.push(Check::from(&Problem::new(codes::NO_HEALTHY_ENDPOINT, subject, names)));
+    }
+    checks
+}
+
+async fn dial(address: &str) -> io::Result<TcpStream> {
+    timeout(DIAL_LIMIT, TcpStream::connect(address))
+        .await
+        .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer")))
+}
+
+async fn examine(
+    subject: Subject<'_>,
+    endpoint: &FailingEndpoint,
+    dialed: io::Result<TcpStream>,
+    clusters: &Result<[Value; 2], String>,
+) -> Check {
+    let FailingEndpoint { cluster, address, .. } = endpoint;
+    let stream = match dialed {
+        Ok(stream) => stream,
+        Err(error) => {
+            let code = if cluster.starts_with("inbound|") {
+                codes::APPLICATION_PORT_CLOSED
+            } else {
+                codes::UPSTREAM_UNREACHABLE
+            };
+            let count = endpoint.failed_connections;
+            let found = format!("{address}: {error}; failed connections of Envoy: {count}");
+            return Check::from(&Problem::new(code, cluster, found));
+        }
+    };
+    let unchecked = |why: &str| {
+        Check::skipped(cluster, format!("{address}: the handshake was not checked: {why}"))
+    };
+    let transport = match clusters {
+        Ok(clusters) => transport(clusters, cluster, address),
+        Err(why) => return unchecked(why),
+    };
+    let fault = match transport {
+        None => return unchecked("Envoy does not have the cluster any more"),
+        Some(Transport::Other(name)) => return unchecked(&format!("transport socket {name}")),
+        Some(Transport::PlainText) if endpoint.requests_fail() => plain_text(stream).await,
+        Some(Transport::PlainText) => None,
+        Some(Transport::Tls(tls)) => match client(subject, &tls) {
+            Err(why) => return unchecked(&why),
+            Ok(client) => handshake(stream, &tls, client).await,
+        },
+    };
+    match fault {
+        Some((code, found)) => {
+            Check::from(&Problem::new(code, cluster, format!("{address}: {found}")))
+        }
+        None => requests(endpoint),
+    }
+}
+
+/// Reports the requests that fail at an endpoint whose connections work.
+fn requests(endpoint: &FailingEndpoint) -> Check {
+    let FailingEndpoint { cluster, address, failed_requests: failed, .. } = endpoint;
+    if !endpoint.requests_fail() {
+        return Check::ok(cluster, format!("{address}: connections work again"));
+    }
+    let (late, good) = (endpoint.late_requests, endpoint.successful_requests);
+    let found = format!(
+        "{address}: since Envoy's start {failed} requests failed ({late} of them without an answer in time), \
+         {good} did not; connections work"
+    );
+    let is_warning = *failed >= MANY_REQUESTS && good == 0;
+    let level = if is_warning { Level::Warning } else { Level::Ok };
+    Check::with_level(level, &Problem::new(codes::REQUESTS_FAIL, cluster, found))
+}
+
+/// Returns the transport socket that Envoy takes for the endpoint: the first whose labels the endpoint has. None if
+/// the cluster is unknown.
+fn transport([clusters, endpoints]: &[Value; 2], name: &str, address: &str) -> Option<Transport> {
+    let cluster = inspect::entries(clusters, "configs")
+        .map(|config| &config["cluster"])
+        .find(|cluster| cluster["name"] == name)?;
+    if cluster.get("transport_socket_matcher").is_some() {
+        return Some(Transport::Other("chosen by a matcher".to_owned()));
+    }
+    let service = cluster["eds_cluster_config"]["service_name"].as_str().unwrap_or(name);
+    let labels = inspect::entries(endpoints, "configs")
+        .map(|config| &config["endpoint_config"])
+        .filter(|config| config["cluster_name"] == service)
+        .flat_map(|config| inspect::entries(config, "endpoints"))
+        .flat_map(|locality| inspect::entries(locality, "lb_endpoints"))
+        .find(|endpoint| is_at(&endpoint["endpoint"]["address"]["socket_address"], address))
+        .map(|endpoint| &endpoint["metadata"]["filter_metadata"]["envoy.transport_socket_match"]);
+    let matching = inspect::entries(cluster, "transport_socket_matches").find(|entry| {
+        let mut wanted = entry["match"].as_object().into_iter().flatten();
+        wanted.all(|(key, value)| labels.is_some_and(|labels| labels[key] == *value))
+    });
+    let socket = match matching {
+        Some(entry) => entry.get("transport_socket"),
+        None => cluster.get("transport_socket"),
+    };
+    let Some(config) = socket.map(|socket| &socket["typed_config"]) else {
+        return Some(Transport::PlainText);
+    };
+    let type_url = config["@type"].as_str().unwrap_or_default();
+    Some(match type_url.rsplit('.').next().unwrap_or_default() {
+        "RawBuffer" => Transport::PlainText,
+        "UpstreamTlsContext" => Transport::Tls(Tls::read(config, cluster)),
+        name => Transport::Other(name.to_owned()),
+    })
+}
+
+/// Returns true if a `SocketAddress` of Envoy is this address.
+fn is_at(socket: &Value, address: &str) -> bool {
+    let ip: Option<IpAddr> = socket["address"].as_str().and_then(|ip| ip.parse().ok());
+    address.parse().is_ok_and(|address: SocketAddr| {
+        ip == Some(address.ip()) && socket["port_value"] == address.port()
+    })
+}
+
+impl Tls {
+    fn read(context: &Value, cluster: &Value) -> Self {
+        let common = &context["common_tls_context"];
+        let combined = &common["combined_validation_context"];
+        let roots = [
+            &combined["validation_context_sds_secret_config"],
+            &common["validation_context_sds_secret_config"],
+        ];
+        let names = [&combined["default_validation_context"], &common["validation_context"]];
+        let options = "/typed_extension_protocol_options/envoy.extensions.upstreams.http.v3.HttpProtocolOptions/\
+                       upstream_http_protocol_options/auto_sni";
+        let sni = match context["sni"].as_str() {
+            Some(sni) => sni,
+            // Envoy then sends the host of the request.
+            None if cluster.pointer(options) == Some(&Value::Bool(true)) => {
+                cluster["name"].as_str().and_then(|name| name.rsplit('|').next()).unwrap_or("")
+            }
+            None => "",
+        };
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        Self {
+            sni: sni.to_owned(),
+            alpn: inspect::entries(common, "alpn_protocols").filter_map(text).collect(),
+            certificate: inspect::entries(common, "tls_certificate_sds_secret_configs")
+                .find_map(|secret| text(&secret["name"])),
+            roots: roots.iter().find_map(|secret| text(&secret["name"])),
+            names: names
+                .into_iter()
+                .flat_map(|context| inspect::entries(context, "match_typed_subject_alt_names"))
+                // istiod sends only exact names. Others are not checked.
+                .filter_map(|name| text(&name["matcher"]["exact"]))
+                .collect(),
+        }
+    }
+
+    fn accepts(&self, peer: &Facts) -> bool {
+        let mut pairs =
+            self.names.iter().flat_map(|name| peer.names.iter().map(move |it| (name, it)));
+        self.names.is_empty() || pairs.any(|(wanted, name)| wanted == name || covers(name, wanted))
+    }
+}
+
+/// Returns true if a DNS name of a certificate is a wildcard for this host.
+fn covers(name: &str, host: &str) -> bool {
+    let parent = host.split_once('.').map(|(_, parent)| parent);
+    name.strip_prefix("*.").is_some_and(|suffix| parent == Some(suffix))
+}
+
+/// Prepares a handshake with the secrets that Envoy has from the agent.
+fn client(subject: Subject<'_>, tls: &Tls) -> Result<ClientConfig, String> {
+    let running = subject.running.ok_or("only the running agent has the key")?;
+    if !running.serves_secrets {
+        return Err("another process serves the key".to_owned());
+    }
+    let secrets = Subscription::new(running.secrets.clone(), &running.files);
+    let secret = |name: &str| {
+        let known = name.parse::<Name>().ok().and_then(|name| secrets.get(&name).available());
+        known.ok_or_else(|| format!("the agent does not have the secret {name}"))
+    };
+    let verifier: Arc<dyn ServerCertVerifier> =
+        match tls.roots.as_deref().map(secret).transpose()? {
+            Some(Secret::Roots(roots)) => {
+                let path = Path::new(tls.roots.as_deref().unwrap_or_default());
+                Arc::new(AnyName(trust_anchors::parse(path, roots.pem(), SystemTime::now())?))
+            }
+            _ => unverified_tls::verifier(),
+        };
+    let builder = Policy::None.builder().map_err(|error| error.to_string())?;
+    let builder = builder.dangerous().with_custom_certificate_verifier(verifier);
+    let mut config = match tls.certificate.as_deref().map(secret).transpose()? {
+        Some(Secret::Certificate(pair)) => {
+            let chain = pem::items::<CertificateDer>(pair.chain_pem()).flatten().collect();
+            let key =
+                pem::first::<PrivateKeyDer>(pair.key_pem()).map_err(|error| error.to_string())?;
+            let pair = certified(chain, &Zeroizing::new(key)).map_err(|error| error.to_string())?;
+            builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(pair)))
+        }
+        _ => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = tls.alpn.iter().map(|name| name.clone().into_bytes()).collect();
+    Ok(config)
+}
+
+/// Makes the handshake. Returns what is wrong with it.
+async fn handshake(stream: TcpStream, tls: &Tls, client: ClientConfig) -> Option<Fault> {
+    let address = stream.peer_addr();
+    let mut stream = match connect(stream, &tls.sni, client).await {
+        Ok(stream) => stream,
+        Err(error) => return Some(failed(&error, address.ok(), tls).await),
+    };
+    if let Some(peer) = peer(&stream)
+        && !tls.accepts(&peer)
+    {
+        let expected = tls.names.join(", ");
+        let found = format!("the peer is {}, Envoy expects {expected}", described(&peer));
+        return Some((codes::PEER_CERTIFICATE_REFUSED, found));
+    }
+    match timeout(ALERT_LIMIT, stream.read_u8()).await {
+        // A peer that waits for a request has accepted the certificate.
+        Err(_) | Ok(Ok(_)) => None,
+        Ok(Err(error)) => {
+            let why = match tls::error(&error) {
+                Some(Error::AlertReceived(alert)) => format!("with the alert {alert:?}"),
+                _ => "without an alert".to_owned(),
+            };
+            let found = format!("the peer closes the connection after the handshake, {why}");
+            Some((codes::PEER_REFUSES_HANDSHAKE, found))
+        }
+    }
+}
+
+async fn connect(
+    stream: TcpStream,
+    sni: &str,
+    mut client: ClientConfig,
+) -> io::Result<TlsStream<TcpStream>> {
+    let name = match ServerName::try_from(sni.to_owned()) {
+        Ok(name) => name,
+        Err(_) => {
+            client.enable_sni = false;
+            stream.peer_addr()?.ip().into()
+        }
+    };
+    timeout(DIAL_LIMIT, TlsConnector::from(Arc::new(client)).connect(name, stream))
+        .await
+        .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer")))
+}
+
+/// Explains a handshake that failed.
+async fn failed(error: &io::Error, peer: Option<SocketAddr>, tls: &Tls) -> Fault {
+    match tls::error(error) {
+        Some(Error::InvalidMessage(InvalidMessage::InvalidContentType)) => {
+            let found = "Envoy sends TLS, and the peer answers in plain text".to_owned();
+            (codes::PEER_IN_PLAIN_TEXT, found)
+        }
+        Some(Error::AlertReceived(alert)) => {
+            let found = format!("the peer ends the handshake with the alert {alert:?}");
+            (codes::PEER_REFUSES_HANDSHAKE, found)
+        }
+        Some(why) => {
+            let peer = match peer {
+                Some(address) => presented(address, tls).await,
+                None => None,
+            };
+            let peer = peer.map_or_else(|| "unknown".to_owned(), |peer| described(&peer));
+            let found =
+                format!("Envoy does not accept the peer's certificate: {why}; the peer is {peer}");
+            (codes::PEER_CERTIFICATE_REFUSED, found)
+        }
+        None => {
+            let found = format!("the peer does not complete the handshake: {error}");
+            (codes::PEER_REFUSES_HANDSHAKE, found)
+        }
+    }
+}
+
+/// Returns the certificate that the peer presents to a client without one, whatever it is.
+async fn presented(address: SocketAddr, tls: &Tls) -> Option<Facts> {
+    let stream = dial(&address.to_string()).await.ok()?;
+    let builder = Policy::None.builder().ok()?.dangerous();
+    let mut client =
+        builder.with_custom_certificate_verifier(unverified_tls::verifier()).with_no_client_auth();
+    client.alpn_protocols = tls.alpn.iter().map(|name| name.clone().into_bytes()).collect();
+    peer(&connect(stream, &tls.sni, client).await.ok()?)
+}
+
+/// Returns the certificate of the peer.
+fn peer(stream: &TlsStream<TcpStream>) -> Option<Facts> {
+    let (_, session) = stream.get_ref();
+    Facts::read(session.peer_certificates()?.first()?).ok()
+}
+
+fn described(peer: &Facts) -> String {
+    let [from, until] = [peer.not_before, peer.not_after].map(rfc3339);
+    format!("{peer} (issued by {}, valid from {from} until {until})", peer.issuer)
+}
+
+/// Finds out why a peer does not answer plain text: it closes the connection, or it accepts mutual TLS.
+async fn plain_text(mut stream: TcpStream) -> Option<Fault> {
+    let address = stream.peer_addr().ok()?;
+    if let Ok(Err(error)) = timeout(ALERT_LIMIT, stream.read_u8()).await {
+        let found = format!("the peer closes a connection before a request: {error}");
+        return Some((codes::REQUESTS_FAIL, found));
+    }
+    drop(stream);
+    let mesh = Tls { alpn: vec!["istio".to_owned()], ..Tls::default() };
+    let peer = presented(address, &mesh).await?;
+    let is_workload = peer.names.iter().any(|name| name.starts_with("spiffe://"));
+    let found =
+        format!("Envoy sends plain text, and the peer accepts TLS: it is {}", described(&peer));
+    is_workload.then_some((codes::PEER_EXPECTS_TLS, found))
+}
