@@ -9,11 +9,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes, BytesMut};
 use http::{Method, Request, Response};
 use serde_json::Value;
 use tokio::net::TcpStream;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::warn;
 use crate::net::{http_client, unix_socket};
@@ -95,6 +95,12 @@ impl Address {
         }
     }
 
+    fn request(&self, method: Method, path: &str) -> Result<Request<Bytes>, http_client::Error> {
+        let uri = self.url(path);
+        let builder = Request::builder().method(method).uri(&uri);
+        builder.body(Bytes::new()).map_err(|_| http_client::Error::Url { found: uri })
+    }
+
     /// Returns the URL of a path with a leading slash.
     pub fn url(&self, path: &str) -> String {
         match self {
@@ -126,10 +132,7 @@ impl Admin {
 
     /// Sends one request without a body.
     pub async fn request(&self, method: Method, path: &str) -> Result<Response<Bytes>, Error> {
-        let uri = self.address.url(path);
-        let builder = Request::builder().method(method).uri(&uri);
-        let request =
-            builder.body(Bytes::new()).map_err(|_| http_client::Error::Url { found: uri })?;
+        let request = self.address.request(method, path)?;
         Ok(self.address.client().fetch(request, self.limit, MAX_ANSWER).await?)
     }
 
@@ -146,6 +149,36 @@ impl Admin {
     pub async fn text(&self, path: &str) -> Result<String, String> {
         let text = self.call(Method::GET, path).await;
         text.map_err(|error| with_causes(&error))
+    }
+
+    /// Reads the lines of a page of any size. Fails with the reason why it cannot be read.
+    pub async fn read_lines(&self, path: &str, read: impl FnMut(&str)) -> Result<(), String> {
+        let outcome = timeout(self.limit, self.pass_lines(path, read)).await;
+        outcome.map_err(|late| late.to_string())?.map_err(|error| with_causes(&error))
+    }
+
+    async fn pass_lines(&self, path: &str, mut read: impl FnMut(&str)) -> Result<(), Error> {
+        let request = self.address.request(Method::GET, path)?;
+        let (head, mut body) = self.address.client().send(request).await?.into_parts();
+        if !head.status.is_success() {
+            return Err(Error::Status(head.status.as_u16()));
+        }
+        let mut rest = BytesMut::new();
+        while let Some(chunk) = body.chunk().await {
+            rest.extend_from_slice(&chunk?);
+            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+                read(&String::from_utf8_lossy(&rest.split_to(end)));
+                rest.advance(1);
+            }
+            if rest.len() > MAX_ANSWER {
+                return Err(http_client::Error::TooLarge {
+                    authority: self.address.to_string(),
+                    limit: MAX_ANSWER,
+                }
+                .into());
+            }
+        }
+        Ok(())
     }
 
     /// Returns a page as JSON, or the reason why it cannot be read.

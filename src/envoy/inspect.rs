@@ -274,8 +274,9 @@ pub struct FailingEndpoint {
 
 /// Reads the endpoints that have a problem.
 pub async fn endpoints(admin: &Admin) -> Result<Endpoints, Problem> {
-    match admin.text("/clusters").await {
-        Ok(page) => Ok(read_clusters(&page)),
+    let mut page = ClusterPage::default();
+    match admin.read_lines("/clusters", |line| page.read(line)).await {
+        Ok(()) => Ok(page.end()),
         Err(reason) => {
             let subject = "endpoints of Envoy's clusters";
             Err(Problem::new(codes::ENVOY_NOT_INSPECTED, subject, reason))
@@ -283,35 +284,68 @@ pub async fn endpoints(admin: &Admin) -> Result<Endpoints, Problem> {
     }
 }
 
-/// Reads lines such as `cluster::address::cx_connect_fail::1`. All lines of an endpoint follow each other.
-fn read_clusters(page: &str) -> Endpoints {
-    let (mut failing, mut all, mut healthy) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
-    let mut last = FailingEndpoint::default();
-    for line in page.lines() {
+/// A reader of `/clusters`. All lines of a cluster, and of an endpoint, follow each other.
+#[derive(Debug, Default)]
+struct ClusterPage {
+    found: Endpoints,
+    cluster: String,
+    /// True if the cluster has endpoints or gets them by EDS.
+    has_endpoints: bool,
+    is_healthy: bool,
+    endpoint: FailingEndpoint,
+}
+
+impl ClusterPage {
+    /// Reads a line such as `cluster::address::cx_connect_fail::1`.
+    fn read(&mut self, line: &str) {
         let (rest, value) = line.rsplit_once("::").unwrap_or_default();
         let (endpoint, name) = rest.rsplit_once("::").unwrap_or_default();
         let (cluster, address) = endpoint.split_once("::").unwrap_or((endpoint, ""));
-        if last.address != address || last.cluster != cluster {
-            let (cluster, address) = (cluster.to_owned(), address.to_owned());
-            let next = FailingEndpoint { cluster, address, ..FailingEndpoint::default() };
-            failing.extend(Some(std::mem::replace(&mut last, next)).filter(FailingEndpoint::fails));
+        if self.cluster != cluster {
+            self.end_cluster();
+            cluster.clone_into(&mut self.cluster);
+        }
+        if self.endpoint.address != address {
+            self.end_endpoint();
+            address.clone_into(&mut self.endpoint.address);
         }
         let count = value.parse().unwrap_or_default();
         match name {
-            "cx_connect_fail" => last.failed_connections = count,
-            "rq_error" => last.failed_requests = count,
-            "rq_timeout" => last.late_requests = count,
-            "rq_success" => last.successful_requests = count,
-            "health_flags" if !value.contains("failed") => _ = healthy.insert(cluster),
-            "health_flags" | "eds_service_name" => _ = all.insert(cluster),
+            "cx_connect_fail" => self.endpoint.failed_connections = count,
+            "rq_error" => self.endpoint.failed_requests = count,
+            "rq_timeout" => self.endpoint.late_requests = count,
+            "rq_success" => self.endpoint.successful_requests = count,
+            "health_flags" => {
+                self.has_endpoints = true;
+                self.is_healthy |= !value.contains("failed");
+            }
+            "eds_service_name" => self.has_endpoints = true,
             _ => {}
         }
     }
-    failing.extend(Some(last).filter(FailingEndpoint::fails));
-    failing.truncate(MAX_FAILING);
-    all.retain(|name| name.starts_with("outbound|") && !healthy.contains(name));
-    let hosts = all.iter().filter_map(|name| name.rsplit('|').next());
-    Endpoints { failing, without_healthy: hosts.map(str::to_owned).collect() }
+
+    fn end_endpoint(&mut self) {
+        let endpoint = std::mem::take(&mut self.endpoint);
+        if endpoint.fails() && self.found.failing.len() < MAX_FAILING {
+            let cluster = self.cluster.clone();
+            self.found.failing.push(FailingEndpoint { cluster, ..endpoint });
+        }
+    }
+
+    fn end_cluster(&mut self) {
+        self.end_endpoint();
+        let is_service = self.cluster.starts_with("outbound|");
+        if is_service && self.has_endpoints && !self.is_healthy {
+            let host = self.cluster.rsplit('|').next().unwrap_or_default();
+            self.found.without_healthy.insert(host.to_owned());
+        }
+        (self.has_endpoints, self.is_healthy) = (false, false);
+    }
+
+    fn end(mut self) -> Endpoints {
+        self.end_cluster();
+        self.found
+    }
 }
 
 impl FailingEndpoint {
@@ -448,10 +482,15 @@ mod tests {
             ],
             without_healthy: ["c.b", "d.b"].map(str::to_owned).into(),
         };
-        assert_eq!(read_clusters(page), expected);
+        let read = |text: &str| {
+            let mut page = ClusterPage::default();
+            text.lines().for_each(|line| page.read(line));
+            page.end()
+        };
+        assert_eq!(read(page), expected);
         let many: String =
             (1..100).map(|port| format!("a::127.0.0.1:{port}::cx_connect_fail::1\n")).collect();
-        assert_eq!(read_clusters(&many).failing.len(), MAX_FAILING);
+        assert_eq!(read(&many).failing.len(), MAX_FAILING);
     }
 
     #[test]

@@ -266,3 +266,31 @@ async fn a_peer_that_serves_again_is_no_finding() {
     serving.abort();
     drop(control_plane);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_report_on_6000_services_takes_at_most_30_mb() {
+    if envoy_binary().is_none() {
+        return;
+    }
+    let name = |index| format!("outbound|8080||service-{index}.shop.svc.cluster.local");
+    let others = (0..6000).flat_map(|index| {
+        let name = name(index);
+        [cluster(&name), endpoints(&name, &[1])]
+    });
+    let closed = free_port();
+    let resources = with_sidecar(closed, "ROOTCA").into_iter().chain(others).collect();
+    let (pod, _control_plane) = pod_after_request(resources, CART).await;
+    eventually("all clusters", async || {
+        let page = crate::support::pod::ask(&pod.envoy, "/stats?filter=active_clusters").await?;
+        page.contains(": 600").then_some(())
+    })
+    .await;
+    let before = pod.agent.memory("VmRSS") - pod.agent.memory("RssFile");
+    pod.agent.reset_peak();
+    let (report, _) = diagnosed(&pod).await;
+    assert!(report.to_string().contains("UPSTREAM_UNREACHABLE"), "{report:#}");
+    assert!(!report.to_string().contains("ENVOY_NOT_INSPECTED"), "{report:#}");
+    let peak = pod.agent.memory("VmHWM") - pod.agent.memory("RssFile");
+    eprintln!("PEAK {peak} rss {} {}", pod.agent.memory("VmRSS"), before);
+    assert!(peak < 30 * 1024, "{peak} KiB beside the code");
+}
