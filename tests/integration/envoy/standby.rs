@@ -318,6 +318,30 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
     eprintln!("{} attempts", tally.attempts());
 }
 
+#[tokio::test]
+async fn the_doctor_has_no_finding_while_a_standby_waits_and_after_it_has_taken_over() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    let no_finding = async |state: &str| {
+        eventually(state, async || {
+            let report = stage.pod.status(Method::GET, "/debug/doctor").await?;
+            let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+            let is_reached = report["groups"].to_string().contains(state);
+            assert!(!is_reached || report["level"] == "ok", "{state}: {report:#}");
+            is_reached.then_some(())
+        })
+        .await;
+    };
+    no_finding("the other container is not connected yet").await;
+    let standby = stage.standby().await;
+    no_finding("is able to take over").await;
+    stage.pod.status(Method::POST, "/handover").await.unwrap();
+    standby.logs("container istio-standby serves").await;
+    no_finding("container istio-standby serves").await;
+    stage.pod.agent.logs("waits until no agent serves").await;
+    no_finding("container istio-proxy (").await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_a_handover_while_configuration_changes_what_was_in_force_at_one_moment_is_served() {
     let Some(envoy) = envoy_binary() else { return };

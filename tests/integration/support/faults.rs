@@ -68,6 +68,12 @@ impl Fault {
         }
     }
 
+    /// Creates a set-up that works: the doctor must find nothing.
+    pub fn none(patient: impl Examined) -> Self {
+        let lines = [all(&[&["ready: no problem found"]]), Vec::new()];
+        Self { lines, exit: 0, ..Self::new(patient, ("", &[], &[])) }
+    }
+
     /// Creates a fault with which another command of the agent fails and which this command reports.
     pub fn failing(command: Command, (code, cause, cure): Says<'_>) -> Self {
         Self {

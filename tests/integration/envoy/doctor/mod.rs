@@ -2,6 +2,7 @@
 
 mod capture;
 mod faults;
+mod healthy;
 mod peers;
 mod refusals;
 
