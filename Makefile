@@ -38,7 +38,7 @@ build: ## Builds the release binary, and its symbols in target/release/pilot-age
 local-istiod: ## Builds the small control plane for the demo and the tests.
 	@$(cargo_build) --locked --package local-istiod
 
-image: build envoy $(if $(both),image-aarch64) ## Builds the image as an OCI layout in target/image/oci. Needs Debian and its package buildah.
+image: needs-image build envoy $(if $(both),image-aarch64) ## Builds the image as an OCI layout in target/image/oci. Needs Debian.
 	@deploy/image/debian "$$(dpkg --print-architecture)" $(target)/image-debian
 	@envoy="$$(deploy/envoy/get-envoy)"; \
 	deploy/image/build $(target)/release/pilot-agent "$$envoy" $(target)/image-debian $(target)/image
@@ -87,24 +87,27 @@ deb: build $(if $(both),release-aarch64) ## Builds the .deb package for machines
 	@$(if $(both),deploy/inventory $(aarch64) $(target)/$(aarch64)/release; $(deb) --target $(aarch64))
 
 rpm := $(tools)/cargo-generate-rpm-0.21.1/bin/cargo-generate-rpm
-package: deb ## Builds the .deb and .rpm packages for machines.
+package: needs-package deb ## Builds the .deb and .rpm packages for machines.
 	@$(call install,cargo-generate-rpm,0.21.1)
 	@$(rpm)
 	@$(if $(both),$(rpm) --target $(aarch64))
 
-cluster: $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kubernetes on this machine (as root), or in yours: CONTEXT=, IMAGE=, APPLICATION=. VARIABLES=NAME=VALUE sets variables of the agent.
+cluster: $(if $(CONTEXT),,needs-cluster) $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kubernetes on this machine (as root), or in yours: CONTEXT=, IMAGE=, APPLICATION=. VARIABLES=NAME=VALUE sets variables of the agent.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --suite $(or $(SUITE),all) \
 	  $(if $(CONTEXT),--context "$(CONTEXT)" --image "$(IMAGE)" --application "$(APPLICATION)",\
 	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(VARIABLES:%=--variable %) --only "$(ONLY)" \
 	  $(if $(filter-out 0,$(KEEP)),--keep)
 
-compare: image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md. ONLY=measured_pods repeats a part.
+compare: needs-compare image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md. ONLY=measured_pods repeats a part.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --layout $(or $(LAYOUT),$(target)/image/oci) \
 	  --agent $(target)/release/pilot-agent --envoy "$$(deploy/envoy/get-envoy)" --write docs/comparison.md --only "$(ONLY)" $(if $(filter-out 0,$(KEEP)),--keep)
 
-istio-tests: $(if $(LAYOUT),,image) ## Runs Istio's integration tests with this agent (as root), or with pilot-agent: AGENT=go. SUITE=security runs a part.
+istio-tests: needs-istio-tests $(if $(LAYOUT),,image) ## Runs Istio's integration tests with this agent (as root), or with pilot-agent: AGENT=go. SUITE=security runs a part.
 	@python3 -B tests/istio/main.py --folder $(target)/istio-tests --layout $(or $(LAYOUT),$(target)/image/oci) \
 	  --agent $(or $(AGENT),ours) --suite "$(SUITE)" --repeat $(or $(REPEAT),2) $(VARIABLES:%=--variable %) $(if $(filter-out 0,$(WRITE)),--write)
+
+needs-%:
+	@deploy/needs $* $(if $(filter cluster istio-tests,$*),$(if $(LAYOUT),,image))
 
 cluster-stop: ## Stops the cluster that `make cluster KEEP=1` left running.
 	@python3 -B deploy/cluster/cluster.py $(target)/cluster

@@ -24,9 +24,6 @@ APPLICATION = "localhost/application:1"
 IPTABLES = {f"/usr/sbin/{family}{action}": "xtables-nft-multi" for family in ("iptables", "ip6tables")
             for action in ("", "-save", "-restore")}
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30")
-COMMANDS = {"containerd": "containerd", "ctr": "containerd", "runc": "runc", "unshare": "util-linux",
-            "nsenter": "util-linux", "ip": "iproute2", "iptables": "iptables", "openssl": "openssl",
-            "conntrack": "conntrack", "/usr/lib/cni/ptp": "containernetworking-plugins"}
 
 
 class Cluster:
@@ -222,8 +219,8 @@ def missing():
     """Returns the requirements that this machine does not meet."""
     if os.geteuid() != 0 or sys.platform != "linux":
         return ["root and Linux are needed: containers and network namespaces are made"]
-    problems = [f"{command} is missing: install {package}" for command, package in COMMANDS.items()
-                if not shutil.which(command)]
+    needs = subprocess.run([HERE.parent / "needs", "cluster"], capture_output=True, text=True)
+    problems = needs.stderr.splitlines()
     if any(pathlib.Path("/sys/fs/cgroup").glob("**/kubepods")):
         problems.append("/sys/fs/cgroup has kubepods: another kubelet runs here")
     return problems
