@@ -1,7 +1,6 @@
 //! Formats the findings of `doctor` and `preflight`: one line each, as text or as JSON.
 
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
 use std::fmt;
 
 use clap::ValueEnum;
@@ -182,6 +181,11 @@ impl Check {
         rows.any(|(causes, consequences)| self.has_code(causes) && other.has_code(consequences))
     }
 
+    /// Counts the quotation marks: istiod and Envoy quote the names of objects.
+    fn quotes(&self) -> usize {
+        self.found.matches('"').count()
+    }
+
     /// Returns true if the code begins with one of these prefixes.
     fn has_code(&self, prefixes: &[&str]) -> bool {
         prefixes.iter().any(|prefix| self.code.starts_with(prefix))
@@ -229,11 +233,7 @@ impl Report {
                 (PodState::Ready, worst) => format!(", with {worst} {name}s"),
                 _ => String::new(),
             };
-            let remedy = match first.remedy.as_str() {
-                "" => format!("see {} in docs/problems.md", first.code),
-                remedy => remedy.to_owned(),
-            };
-            (format!("{state}{count}: {text}"), remedy)
+            (format!("{state}{count}: {text}"), first.remedy.clone())
         } else if let Some(note) = self.checks().find(is_note) {
             let (remedy, text) = (&note.remedy, note.line(["", ""]));
             let verdict = format!("{state}: no problem found in this pod; {text}");
@@ -248,17 +248,27 @@ impl Report {
         self.groups.iter().flat_map(|group| &group.checks)
     }
 
-    /// Returns the errors, and then the warnings, each once and without the consequences of others.
-    pub fn findings(&self) -> Vec<&Check> {
+    /// Returns the errors, and then the warnings, without the consequences of others. Of those with the same code and
+    /// name, the text that quotes most names is returned.
+    pub fn findings(&self) -> Vec<Check> {
         let mut all: Vec<_> = self.checks().filter(|it| it.level > Level::Ok).collect();
         all.sort_by_key(|check| Reverse(check.level));
-        let mut known = BTreeSet::new();
-        let checks = all.iter().copied().filter(|check| {
+        let mut findings: Vec<Check> = Vec::new();
+        for check in &all {
             let mut causes = all.iter().take_while(|it| it.level >= check.level);
-            let is_known = !check.code.is_empty() && !known.insert((&check.code, &check.name));
-            !is_known && !causes.any(|it| it.causes(check))
-        });
-        checks.collect()
+            let mut known = findings.iter_mut().filter(|_| !check.code.is_empty());
+            if causes.any(|it| it.causes(check)) {
+                continue;
+            }
+            match known.find(|it| (&it.code, &it.name) == (&check.code, &check.name)) {
+                None => findings.push(Check::clone(check)),
+                Some(known) if check.quotes() > known.quotes() => {
+                    *known = Check { level: known.level, ..Check::clone(check) };
+                }
+                Some(_) => {}
+            }
+        }
+        findings
     }
 
     /// Formats verdict, remedy and findings, or `all` checks, in lines of at most `width` characters.
@@ -443,7 +453,8 @@ mod tests {
         ];
         let groups = groups.map(|checks| Group::new("group", checks)).into();
         let found = Report::new(String::new(), groups).judged(&PodState::NotReady, None);
-        let listed: Vec<_> = found.findings().iter().map(|it| (it.level, &*it.found)).collect();
+        let findings = found.findings();
+        let listed: Vec<_> = findings.iter().map(|it| (it.level, &*it.found)).collect();
         assert_eq!(listed, [(Level::Error, "1"), (Level::Error, "3")]);
         // The JSON contains all checks, also the consequences.
         let json = serde_json::to_value(&found).expect("JSON");
@@ -451,6 +462,76 @@ mod tests {
         // A warning as the cause does not hide an error that follows from it.
         let checks = vec![warning(cause, "a", "1"), error(consequence, "b", "2")];
         assert_eq!(report(checks).findings().len(), 2);
+    }
+
+    #[test]
+    fn consequences_are_not_listed_beside_their_causes() {
+        const WAITS: &[&str] = &["SECRET_AWAITED", "LISTENER_WARMING", "CLUSTER_WARMING"];
+        const OTHERS: &[&str] =
+            &["RBAC_DENIED", "APPLICATION_PORT_CLOSED", "RESOURCE_REFUSED", "SECRET_FILE_MISSING"];
+        let code = |name: &str| *codes::TABLE.iter().find(|code| code.name == name).expect("code");
+        let listed = |cause: &str, other: &str| {
+            let checks = [other, cause].map(|name| error(code(name), name, "found")).to_vec();
+            let listed = report(checks).findings().into_iter().map(|it| it.code).rev();
+            listed.collect::<Vec<_>>()
+        };
+        for (causes, consequences) in [
+            (&["ISTIOD_TOKEN_MISSING"][..], &["ISTIOD_UNAUTHENTICATED"][..]),
+            (&["DNS_RESOLVER_SILENT"], &["ISTIOD_NAME_NOT_RESOLVED"]),
+            (&["ISTIOD_CONNECTION_REFUSED", "ISTIOD_NOT_REACHABLE"], &["ISTIOD_NO_ANSWER"]),
+            (&["ISTIOD_NO_ANSWER", "SYSTEM_ROOTS_UNUSABLE", "TLS_UNUSABLE"], WAITS),
+            (
+                &["ISTIOD_NO_ANSWER", "CLIENT_CERTIFICATE_UNUSABLE", "GOOGLE_TOKEN_MISSING"],
+                &["CERTIFICATE_NOT_ISSUED", "DNS_NAME_TABLE_MISSING", "LISTENERS_MISSING"],
+            ),
+            (&["SOCKET_TAKEN", "SOCKET_NOT_SERVED"], WAITS),
+            (&["CERTIFICATE_EXPIRED", "SECRET_FILE_MISSING"], &["SECRET_AWAITED"]),
+            (&["CERTIFICATE_EXPIRED", "ROOTS_EXPIRED"], &["HANDSHAKES_FAILED"]),
+            (&["RESOURCE_REFUSED", "LISTENER_WARMING", "PORT_TAKEN"], &["READINESS_FAILED"]),
+            (&["ENVOY_CRASHED"], &["DNS_NAME_TABLE_MISSING", "READINESS_FAILED"]),
+            (&["ENVOY_STOPPING"], &["READINESS_FAILED", "PROBE_PORT_CLOSED", "STANDBY_ABSENT"]),
+            (&["ENVOY_OUT_OF_MEMORY"], &["MEMORY_USED_UP"]),
+            (&["FILES_USED_UP", "PORTS_USED_UP"], &["ENVOY_HANGS", "READINESS_FAILED"]),
+            (&["DISK_FULL"], &["KEPT_CONFIG_UNWRITABLE", "HOT_RESTART_UNAVAILABLE"]),
+        ] {
+            for (cause, other) in
+                causes.iter().flat_map(|it| consequences.iter().map(move |of| (it, of)))
+            {
+                assert_eq!(listed(cause, other), [*cause], "{other}");
+                assert_eq!(listed(other, cause), [*cause], "{other}");
+            }
+        }
+        // An independent finding stays.
+        for (cause, other) in [
+            ("ISTIOD_NO_ANSWER", "ISTIOD_TOKEN_MISSING"),
+            ("SECRET_AWAITED", "LISTENER_WARMING"),
+            ("SECRET_FILE_MISSING", "LISTENER_WARMING"),
+            ("PROBE_PORT_CLOSED", "APPLICATION_PORT_CLOSED"),
+            ("PROBE_PORT_CLOSED", "READINESS_FAILED"),
+            ("CAPTURE_RULES_MISSING", "READINESS_FAILED"),
+            ("MEMORY_USED_UP", "ENVOY_HANGS"),
+        ] {
+            assert_eq!(listed(cause, other).len(), 2, "{cause}, {other}");
+        }
+        for other in OTHERS {
+            assert_eq!(listed("ISTIOD_NO_ANSWER", other).len(), 2, "{other}");
+        }
+    }
+
+    #[test]
+    fn of_two_findings_of_a_thing_the_one_that_names_an_object_is_listed() {
+        let code = codes::ISTIOD_UNAUTHENTICATED;
+        let (poor, rich) = ("Unauthenticated: denied", "serviceaccounts \"web\" not found");
+        for (checks, level, found) in [
+            (vec![error(code, "istiod", poor), error(code, "istiod", rich)], Level::Error, rich),
+            (vec![error(code, "istiod", rich), error(code, "istiod", poor)], Level::Error, rich),
+            (vec![error(code, "istiod", poor), warning(code, "istiod", rich)], Level::Error, rich),
+            (vec![warning(code, "istiod", poor), error(code, "istiod", "x")], Level::Error, "x"),
+        ] {
+            let findings = report(checks).findings();
+            let listed: Vec<_> = findings.iter().map(|it| (it.level, &*it.found)).collect();
+            assert_eq!(listed, [(level, found)]);
+        }
     }
 
     #[test]

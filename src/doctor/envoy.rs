@@ -1,9 +1,9 @@
 //! Checks Envoy: its process, its admin port, the resources it has rejected, and those it waits for.
 
-use super::{PROBE_LIMIT, Subject, capture, peers, run_blocking};
+use super::{PROBE_LIMIT, Running, Subject, capture, peers, run_blocking};
 use crate::config;
 use crate::envoy::crash::Crash;
-use crate::envoy::handle::Report;
+use crate::envoy::handle::{Method, Outcome, Report};
 use crate::envoy::{Config, inspect, program};
 use crate::files::permission;
 use crate::net::port;
@@ -65,9 +65,30 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         Err(why) if report.is_none_or(|report| report.problem().is_some()) => {
             checks.push(Check::skipped(ADMIN, why));
         }
-        Err(why) => checks.push(Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why))),
+        Err(why) => {
+            let taken = subject.running.and_then(taken_by_successor);
+            let is_closed = taken.is_some() && !admin.address.is_taken().await;
+            let hangs = Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why));
+            checks.push(taken.filter(|_| is_closed).unwrap_or(hangs));
+        }
     }
     checks
+}
+
+/// Describes the admin port of an Envoy that has closed it for a successor, which then failed. Such an Envoy serves.
+fn taken_by_successor(running: &Running) -> Option<Check> {
+    let last = running.envoy.as_ref()?.snapshot().last_restart;
+    let last = last.filter(|it| (it.method, it.outcome) == (Some(Method::Hot), Outcome::Failed));
+    let handover = running.pair.as_ref().and_then(|pair| pair.state().last?.failed);
+    match (handover, last.and_then(|restart| restart.problem)) {
+        // Another check reports why.
+        (Some(_), _) => Some(Check::skipped(ADMIN, "closed for the Envoy of the failed handover")),
+        (None, Some(why)) => {
+            let problem = Problem::new(codes::HOT_RESTART_FAILED, ADMIN, format!("closed: {why}"));
+            Some(Check::with_level(Level::Warning, &problem))
+        }
+        (None, None) => None,
+    }
 }
 
 /// Checks Envoy's process by the report of its supervisor.

@@ -21,6 +21,9 @@ const PAUSE: Duration = Duration::from_millis(300);
 /// The most failing endpoints that are returned.
 const MAX_FAILING: usize = 16;
 
+/// The listener with which the agent keeps an Envoy that takes over from serving. It may wait, and is not reported.
+pub const GATE: &str = "istio-agent-handover";
+
 const WARMING_LISTENERS: &str = "/init_dump?mask=listener";
 const WARMING_CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
 const ACTIVE_SECRETS: &str = "/config_dump?resource=dynamic_active_secrets&mask=name";
@@ -138,21 +141,18 @@ impl ServingResources {
 }
 
 /// Checks that an Envoy can take over: fails unless the Envoy of this restart epoch has started, has the listeners and
-/// secrets of its parent, and waits for no resource. Only listeners whose names begin with `ignored_listener` may wait.
-/// Without `parent`, it must have at least one listener.
+/// secrets of its parent, and waits for no resource. Without `parent`, it must have at least one listener.
 pub async fn check_takeover(
     admin: &Admin,
     restart_epoch: u32,
     parent: Option<&ServingResources>,
-    ignored_listener: &str,
 ) -> Result<(), String> {
     let info = admin.page("/server_info").await?;
     // The parent responds until this Envoy has taken the admin port over.
     if info["command_line_options"]["restart_epoch"].as_u64() != Some(restart_epoch.into()) {
         return Err("Envoy has not started".to_owned());
     }
-    let mut warming = listeners(&admin.page(WARMING_LISTENERS).await?);
-    warming.retain(|listener| !listener.starts_with(ignored_listener));
+    let warming = listeners(&admin.page(WARMING_LISTENERS).await?);
     if !warming.is_empty() {
         return Err(Vec::from_iter(warming).join("; "));
     }
@@ -381,13 +381,14 @@ fn pattern(text: &str) -> String {
     bytes.collect()
 }
 
-/// Describes each waiting listener with the resources that it waits for.
+/// Describes each waiting listener, except [`GATE`], with the resources that it waits for.
 fn listeners(dump: &Value) -> BTreeSet<String> {
     let managers = entries(dump, "unready_targets_dumps").filter_map(|manager| {
         let targets: Vec<_> = entries(manager, "target_names").map(text).collect();
         let name = listener(text(&manager["name"]));
         // A listener without targets only waits for the other listeners.
-        (!targets.is_empty()).then(|| format!("{name} waits for {}", targets.join(", ")))
+        let waits = !targets.is_empty() && name != GATE;
+        waits.then(|| format!("{name} waits for {}", targets.join(", ")))
     });
     managers.collect()
 }
@@ -434,6 +435,10 @@ mod tests {
                 ],
             },
             { "name": "another manager", "target_names": ["target x"] },
+            {
+                "name": format!("init manager Listener-local-init-manager {GATE} 1"),
+                "target_names": ["target x"],
+            },
             { "name": "init manager Listener-local-init-manager static 1" },
         ]});
         let expected = [

@@ -24,11 +24,12 @@ use serde_json::{Map, Value, json};
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::bootstrap::clusters;
+use crate::envoy::inspect;
 use crate::net::unix_socket::Listener;
 use crate::runtime::lifecycle::CancellationToken;
 
 /// The name of the listener, the extension and the cluster.
-pub const NAME: &str = "istio-agent-handover";
+const NAME: &str = inspect::GATE;
 const EXTENSION: &str = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig";
 const FILTER: &str = "type.googleapis.com/envoy.extensions.filters.network.echo.v3.Echo";
 

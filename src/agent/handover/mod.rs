@@ -353,9 +353,7 @@ impl Successor {
         let (restart_epoch, serving) = (parent.restart_epoch, parent.serving.as_ref());
         let ready = async {
             let admin = self.holder.envoy.admin();
-            while let Err(missing) =
-                check_takeover(&admin, restart_epoch, serving, gate::NAME).await
-            {
+            while let Err(missing) = check_takeover(&admin, restart_epoch, serving).await {
                 why = missing;
                 sleep(CHECK_INTERVAL).await;
             }

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 
+use super::doctor::{checks, diagnosed};
 use crate::support::control_plane::ControlPlane;
 use crate::support::http::{Attempt, Backend, Fresh, Load, connect, exchange, get, header};
 use crate::support::pod::{Pod, Settings, ask};
@@ -419,6 +420,10 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
         log.contains("[HOT_RESTART_FAILED]").then_some(())
     })
     .await;
+    // The next Envoy has closed the admin port of the one that serves.
+    let (report, _) = diagnosed(&stage.pod).await;
+    let has = |code| checks(&report).iter().any(|(_, check)| check["code"] == code);
+    assert!(has("HOT_RESTART_FAILED") && !has("ENVOY_HANGS"), "{report:#}");
     load.assert_flawless();
     stage.control_plane = dead.revive().await;
     stage.change("b");

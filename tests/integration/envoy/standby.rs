@@ -11,6 +11,7 @@ use http::Method;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::Signal;
 
+use super::doctor::diagnosed;
 use super::hot_restart::UntilClosed;
 use super::last_known_good::{assert_one_moment, change, of_version, wait_until_stored};
 use crate::support::control_plane::ControlPlane;
@@ -566,6 +567,11 @@ async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
         standby.log().matches("container istio-standby waits").count() > 1
     })
     .await;
+    // The next Envoy has closed the admin port of the one that serves.
+    let (report, exit) = diagnosed(&stage.pod).await;
+    let verdict = report["verdict"].as_str().unwrap();
+    assert!(verdict.starts_with("ready, with 1 warning: "), "{report:#}");
+    assert!(verdict.contains("[HANDOVER_FAILED]") && exit == Some(1), "{report:#}");
     standby.terminate();
     standby.end().await;
     stage.serves(FIRST).await;
