@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
 use crate::config::{self, Config};
-use crate::doctor::{self, get};
+use crate::doctor::{self, get, used_up_ports};
 use crate::net::http_client;
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level, PodState, Report};
@@ -137,7 +137,8 @@ async fn request_report(port: u16) -> Result<Report, Problem> {
             http_client::Error::Connect(_) => codes::AGENT_NOT_RUNNING,
             _ => codes::AGENT_SILENT,
         };
-        Problem::new(code, "agent", with_causes(&error))
+        let unanswered = || Problem::new(code, "agent", with_causes(&error));
+        used_up_ports(&error).unwrap_or_else(unanswered)
     })?;
     if response.status() == StatusCode::FORBIDDEN {
         let body = String::from_utf8_lossy(response.body());

@@ -37,9 +37,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     );
     if let Some(seen) = subject.running.map(|it| it.discovery.snapshot()) {
         checks.extend(seen.rejections().iter().map(Check::from));
-        if capture::is_captured(subject.config) {
-            checks.extend(seen.missing_listeners().iter().map(Check::from));
-        }
+        let missing = seen.missing_listeners(capture::is_captured(subject.config));
+        checks.extend(missing.iter().map(Check::from));
         if let Some(on_demand) = &seen.on_demand {
             for problem in on_demand.problems() {
                 checks.push(Check::with_level(Level::Warning, &problem));

@@ -20,6 +20,8 @@ mod standby;
 mod stored;
 mod token;
 
+use std::io;
+use std::path::Path;
 use std::time::Duration;
 
 use crate::config::Config;
@@ -27,11 +29,13 @@ use crate::dns::Dns;
 use crate::dns::forward::Forwarder;
 use crate::envoy::handle::Envoy;
 use crate::istiod::Istiod;
+use crate::net::dial;
 use crate::net::http_client::{self, Client, http_url};
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Group, Level, Report};
 use crate::runtime::blocking::{THREADS, run_within, unfinished};
 use crate::runtime::clock;
+use crate::runtime::usage;
 use crate::sds::Rejections;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
@@ -145,6 +149,17 @@ pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_cli
     *request.uri_mut() = http_url(url)?;
     let client = Client::default();
     client.fetch(request, limit, MAX_BODY).await
+}
+
+/// Returns the problem of a request to this pod that had no local port to connect from.
+pub fn used_up_ports(error: &http_client::Error) -> Option<Problem> {
+    let http_client::Error::Connect(dial::Error::Connect { source, .. }) = error else {
+        return None;
+    };
+    let usage = usage::local_ports(Path::new("/"))?;
+    let found = format!("{source}; {usage} are in use");
+    let is_used_up = source.kind() == io::ErrorKind::AddrNotAvailable;
+    is_used_up.then(|| Problem::new(codes::PORTS_USED_UP, resources::PORTS, found))
 }
 
 /// Makes the checks of a group within [`LIMIT`].

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use futures_util::future::join_all;
 use http::{HeaderMap, HeaderValue, header};
 
-use super::{PROBE_LIMIT, Subject, checked, get};
+use super::{PROBE_LIMIT, Subject, checked, get, used_up_ports};
 use crate::config::Config;
 use crate::probe::{self, Probe};
 use crate::problem::{Problem, codes};
@@ -30,8 +30,8 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     let check = match ready(Ipv4Addr::LOCALHOST.into(), status.port).await {
         Ok(found) => Check::ok(NAME, found),
         // Another check reports that no agent runs.
-        Err(found) if subject.running.is_none() => Check::skipped(NAME, found),
-        Err(found) => Check::from(&unready(found).remedy("")),
+        Err(problem) if subject.running.is_none() => Check::skipped(NAME, problem.found),
+        Err(problem) => Check::from(&problem),
     };
     let is_ready = check.level == Level::Ok;
     let mut checks = vec![check];
@@ -40,7 +40,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
     let is_known = !config.bootstrap.health_proxy_protocol && !config.has_custom_bootstrap;
     if is_ready && config.envoy.is_some() && port != 0 && is_known {
         let found = ready(config.bootstrap.admin_host(), port).await;
-        checks.push(checked("readiness through Envoy", found.map_err(unready)));
+        checks.push(checked("readiness through Envoy", found));
     }
     checks
 }
@@ -49,16 +49,17 @@ fn unready(found: String) -> Problem {
     Problem::new(codes::READINESS_FAILED, "readiness", found)
 }
 
-/// Requests readiness at a port. Returns the answer, as an error if it is not ready.
-async fn ready(host: IpAddr, port: u16) -> Result<String, String> {
+/// Requests readiness at a port. Returns the answer, as a problem if it is not ready.
+async fn ready(host: IpAddr, port: u16) -> Result<String, Problem> {
     let url = format!("http://{}/healthz/ready", SocketAddr::new(host, port));
     let fetched = get(&url, PROBE_LIMIT).await;
-    let answer = fetched.map_err(|error| with_causes(&error))?;
+    let failed = |error| used_up_ports(&error).unwrap_or_else(|| unready(with_causes(&error)));
+    let answer = fetched.map_err(failed)?;
     let (status, reason) = (answer.status(), String::from_utf8_lossy(answer.body()));
     if status.is_success() {
         return Ok(format!("port {port}: ready"));
     }
-    Err(format!("port {port}: {status} {}", reason.trim()))
+    Err(unready(format!("port {port}: {status} {}", reason.trim())))
 }
 
 /// Makes each probe of the application once. Lifecycle hooks are not called.

@@ -10,6 +10,7 @@ use crate::report::{Check, Level};
 use crate::runtime::usage::{self, Usage};
 
 const NAME: &str = "resources of the pod";
+pub(super) const PORTS: &str = "local ports of the pod";
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let config = subject.config;
@@ -33,7 +34,11 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     for (code, what, usage) in &usages {
         if usage.is_nearly_all() {
             let found = format!("{usage} are in use");
-            checks.push(Check::with_level(Level::Warning, &Problem::new(code, what, found)));
+            // Connections to different addresses may share a port, and the kernel can free some memory.
+            let is_exact = [codes::TASKS_USED_UP, codes::FILES_USED_UP].contains(code);
+            let is_error = is_exact && usage.used >= usage.limit;
+            let level = if is_error { Level::Error } else { Level::Warning };
+            checks.push(Check::with_level(level, &Problem::new(code, what, found)));
         }
     }
     if checks.is_empty() {
@@ -55,7 +60,7 @@ fn usages(root: &Path, envoy: Option<i32>) -> Vec<(&'static Code, &'static str, 
         ),
         (codes::TASKS_USED_UP, "processes and threads of the container", usage::tasks(root)),
         (codes::FILES_USED_UP, "open files of Envoy", files),
-        (codes::PORTS_USED_UP, "local ports of the pod", usage::local_ports(root)),
+        (codes::PORTS_USED_UP, PORTS, usage::local_ports(root)),
     ]
     .into_iter()
     .filter_map(|(code, what, usage)| Some((code, what, usage?)))

@@ -164,7 +164,7 @@ codes! {
     PROBE_LATE: "the application does not answer a probe in time", "the probe fails", "read the application's log, or raise `timeoutSeconds` of the probe";
     PROBE_STATUS: "the application answers a probe with a status other than 2xx and 3xx", "the probe fails", "read the application's log";
     PROBE_FAILED: "a probe of the application fails", "the probe fails", "read the application's log, and compare the probe in the pod with what the port serves";
-    READINESS_FAILED: "the kubelet cannot see that Envoy is ready", "the pod is not ready", "restart the container istio-proxy if this lasts";
+    READINESS_FAILED: "the kubelet cannot see that Envoy is ready", "the pod is not ready", "see Envoy's and the agent's log (`kubectl logs POD -c istio-proxy`), and ask again in some seconds";
     SCRAPE_FAILED: "metrics of Envoy or of the application cannot be fetched", "the page lacks these samples", "for the application, correct `prometheus.io/port` and `prometheus.io/path` of the pod; for Envoy see its log";
     SCRAPE_TLS_UNUSABLE: "a file of `ISTIO_AGENT_SCRAPE_TLS` cannot be used", "the page lacks the samples of this target", "correct the file; it is read again at the next scrape";
     SCRAPE_LATE: "metrics of Envoy or of the application arrive too late", "the page lacks these samples", "raise `scrape_timeout` of the scraper, or reduce the metrics";
@@ -214,7 +214,7 @@ codes! {
     ISTIOD_WITHOUT_CA: "the server does not sign certificates", "", "set `CA_ADDR` to the certificate authority, or enable istiod's (`ENABLE_CA_SERVER`)";
     ISTIOD_UNAVAILABLE: "a call ended because istiod or the connection to it did", "", "`kubectl get pods -n istio-system`; a restart of istiod needs no action";
     ISTIOD_NO_ANSWER: "istiod does not answer a call in time", "", "is istiod overloaded? `kubectl top pods -n istio-system`";
-    LISTENERS_MISSING: "istiod has sent Envoy no listeners", "Envoy serves no traffic, and captured connections fail", "compare `istioctl proxy-status`; is the pod's namespace among discoverySelectors of the mesh, does a Sidecar or EnvoyFilter resource take the listeners away, and does `kubectl logs -n istio-system deployment/istiod` name this pod?";
+    LISTENERS_MISSING: "istiod has sent Envoy no listeners, or has not answered its request for clusters or listeners", "Envoy serves no traffic, and captured connections fail", "compare `istioctl proxy-status`; is the pod's namespace among discoverySelectors of the mesh, does a Sidecar or EnvoyFilter resource take the listeners away, and does `kubectl logs -n istio-system deployment/istiod` name this pod?";
     ISTIOD_ERROR: "istiod refuses a call for another reason", "", "`kubectl logs -n istio-system deployment/istiod` gives the reason";
     GOOGLE_TOKEN_MISSING: "the token of Google's metadata service cannot be read or stored", "", "give the machine a service account, and the agent write access to the token file";
     RESPONSE_REFUSED: "the agent cannot use a response of istiod", "the last one stays in use", "`kubectl logs -n istio-system deployment/istiod` shows what it sends";

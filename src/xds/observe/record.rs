@@ -122,13 +122,15 @@ pub struct NackSnapshot {
 }
 
 impl Snapshot {
-    /// Describes what istiod has sent of clusters and listeners, if Envoy has no listener although its stream has been
-    /// open for some seconds. Every sidecar has listeners.
-    pub fn missing_listeners(&self) -> Option<Problem> {
-        let stream =
-            self.stream.as_ref().filter(|it| it.connected && it.source == Source::Istiod)?;
-        let has_listener = self.listeners().is_none_or(|count| count > 0);
-        if has_listener || stream.began.elapsed() < SETTLED {
+    /// Describes what istiod has sent of clusters and listeners, if it has not answered a request for them, or if Envoy has
+    /// no listener and `needs_listeners`, as every captured sidecar does, although its stream has been open for some
+    /// seconds.
+    pub fn missing_listeners(&self, needs_listeners: bool) -> Option<Problem> {
+        let stream = self.stream.as_ref().filter(|it| it.source == Source::Istiod)?;
+        let mut asked = [CLUSTER, LISTENER].into_iter().filter_map(|url| self.types.get(url));
+        let is_unanswered = asked.any(|it| it.requests > 0 && it.last_response.is_none());
+        let lacks_listeners = needs_listeners && stream.connected && self.listeners() == Some(0);
+        if !is_unanswered && !lacks_listeners || stream.began.elapsed() < SETTLED {
             return None;
         }
         let states = [(CLUSTER, "clusters"), (LISTENER, "listeners")].map(|(type_url, name)| {

@@ -102,6 +102,41 @@ fn a_nack_is_recorded_with_its_version_and_reason() {
     assert!(seen.last_ack.is_none() && seen.last_response.unwrap().answered);
 }
 
+#[tokio::test(start_paused = true)]
+async fn types_without_an_answer_are_named_after_some_seconds() {
+    const LISTENER: &str = "type.googleapis.com/envoy.config.listener.v3.Listener";
+    let request = |type_url: &str| Request { type_url: type_url.to_owned(), ..Request::default() };
+    let empty = |type_url| Received { resources: 0, ..response(type_url, "1") };
+    // The types that are asked for, the answers, whether Envoy needs listeners, and the words of the finding.
+    for (asked, answers, needs_listeners, expected) in [
+        (&[CLUSTER][..], vec![], false, Some("clusters: asked for since")),
+        (&[CLUSTER], vec![empty(CLUSTER)], false, None),
+        (&[CLUSTER], vec![empty(CLUSTER)], true, Some("last response with 0 resources")),
+        (&[CLUSTER, LISTENER], vec![empty(CLUSTER)], false, Some("listeners: asked for since")),
+        (&[CLUSTER, LISTENER], vec![empty(CLUSTER), empty(LISTENER)], false, None),
+        (&[], vec![], true, None),
+    ] {
+        let (observer, _) = observer();
+        observer.record_stream_begin(1, Protocol::Delta);
+        for type_url in asked {
+            observer.record_request(&request(type_url));
+        }
+        for answer in answers {
+            let type_url = answer.type_url.clone();
+            observer.record_first_response(1);
+            observer.record_response(answer, Source::Istiod);
+            observer.record_ack_or_nack(&type_url, "1", None);
+        }
+        assert_eq!(observer.snapshot().missing_listeners(needs_listeners), None);
+        tokio::time::advance(Duration::from_secs(5)).await;
+        let found = observer.snapshot().missing_listeners(needs_listeners);
+        let found = found.map(|problem| problem.found);
+        let has_words = |words: &&str| found.as_ref().is_some_and(|found| found.contains(words));
+        assert_eq!(found.is_some(), expected.is_some(), "{found:?}");
+        assert!(expected.as_ref().is_none_or(has_words), "{found:?}");
+    }
+}
+
 #[test]
 fn the_record_does_not_grow_with_what_istiod_and_envoy_send() {
     let (observer, _) = observer();

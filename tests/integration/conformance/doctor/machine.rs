@@ -140,6 +140,33 @@ async fn a_virtual_address_of_the_loopback_interface_is_not_the_nodes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_doctor_names_used_up_local_ports_instead_of_a_missing_agent() {
+    if std::env::var_os("NETNS_TESTS").is_none() {
+        return eprintln!("A network of its own takes root: run under NETNS_TESTS only.");
+    }
+    // The only port is that of a connection.
+    let script = r#"ip link set lo up; echo 40001 40001 >/proc/sys/net/ipv4/ip_local_port_range
+        python3 -c 'if True:
+            import socket, time
+            server, client = socket.socket(), socket.socket()
+            server.bind(("127.0.0.1", 39999)); server.listen()
+            client.bind(("127.0.0.1", 40001)); client.connect(("127.0.0.1", 39999))
+            time.sleep(10)' >/dev/null 2>&1 &
+        until grep -q 9C41 /proc/net/tcp; do sleep 0.05; done"#;
+    let mut faults = Faults::default();
+    faults.add("no local port", async move {
+        let (place, istiod) = in_namespace(&["--net"], script).await;
+        let says: Says = (
+            "PORTS_USED_UP",
+            &["local ports of the pod", "1 of 1 are in use"],
+            &["reuse connections", "ip_local_port_range"],
+        );
+        Fault::new(place, says).with(istiod)
+    });
+    faults.assert_all_reported().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn each_directory_that_cannot_be_written_is_named_with_its_cure() {
     if std::env::var_os("NETNS_TESTS").is_none() {
         return eprintln!("A file system of its own takes root: run under NETNS_TESTS only.");

@@ -98,7 +98,7 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         let limit = Rlimit { current: Some(open as u64), maximum: Some(open as u64) };
         prlimit(Some(envoy), Resource::Nofile, limit).unwrap();
         let says: Says = ("FILES_USED_UP", &["open files of Envoy"], &["ulimit -n"]);
-        Fault::new(pod, says).warns().with(control_plane)
+        Fault::new(pod, says).with(control_plane)
     });
     faults.add("an Envoy that has crashed and was restarted", async {
         let (pod, control_plane) = ready(&[]).await;
