@@ -1,8 +1,12 @@
 //! Reports settings that cannot be used or have no effect.
 
+use std::io;
+use std::net::UdpSocket;
+
+use super::capture::is_captured;
 use crate::config::Config;
 use crate::logging;
-use crate::problem::Problem;
+use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
 
 pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
@@ -16,6 +20,7 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
         let warning = problem.clone().consequence(consequence);
         checks.push(Check::with_level(Level::Warning, &warning));
     }
+    checks.extend(foreign_address(config));
     if checks.is_empty() {
         checks.push(Check::ok("settings", "all can be used"));
     }
@@ -25,6 +30,18 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
         checks.push(Check::ok("settings without effect", without_effect));
     }
     checks
+}
+
+/// Checks that the address by which istiod knows a captured pod, `INSTANCE_IP`, belongs to the pod.
+fn foreign_address(config: &Config) -> Option<Check> {
+    let address = config.bootstrap.node.addresses.first().filter(|_| is_captured(config))?;
+    let error = UdpSocket::bind((*address, 0)).err()?;
+    let (code, found) = (codes::INTERFACE_UNKNOWN, format!("{address} is on no interface"));
+    let problem = Problem::new(code, "INSTANCE_IP", found)
+        .consequence("istiod and peers expect the pod at an address that it does not have")
+        .remedy("set INSTANCE_IP to the pod's address (`fieldPath: status.podIP`)");
+    let is_foreign = error.kind() == io::ErrorKind::AddrNotAvailable;
+    is_foreign.then(|| Check::with_level(Level::Warning, &problem))
 }
 
 fn checks_of(level: Level, problems: &[Problem]) -> Vec<Check> {

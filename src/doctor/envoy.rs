@@ -1,7 +1,11 @@
 //! Checks Envoy: its process, its admin port, the resources it has rejected, and those it waits for.
 
+use std::io::ErrorKind;
+use std::net::UdpSocket;
+
 use super::{PROBE_LIMIT, Running, Subject, capture, peers, run_blocking};
 use crate::config;
+use crate::envoy::admin::Admin;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Method, Outcome, Report};
 use crate::envoy::{Config, inspect, program};
@@ -12,6 +16,8 @@ use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
 
 const ADMIN: &str = "admin port";
+/// The page with the number of listeners that a request to the admin port has closed.
+const STOPPED: &str = "/stats?filter=%5Elistener_manager.listener_stopped%24";
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(envoy) = &subject.config.envoy else {
@@ -52,6 +58,9 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             // The text is commit, version, status, kind and TLS library.
             let version = text("version").split('/').nth(1).unwrap_or("unknown");
             let found = format!("{}: {}, version {version}", admin.address, text("state"));
+            if let Some(report) = &report {
+                checks.extend(drained(&admin, text("state"), report).await.iter().map(Check::from));
+            }
             checks.extend(waits.iter().map(Check::from).chain(endpoints));
             checks.extend(refusals.problems.iter().map(Check::from));
             if !refusals.are_counted {
@@ -72,6 +81,23 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         }
     }
     checks
+}
+
+/// Reports an Envoy that another process has drained.
+async fn drained(admin: &Admin, state: &str, report: &Report) -> Option<Problem> {
+    let stopped = admin.text(STOPPED).await.unwrap_or_default();
+    let count = stopped.trim().rsplit(' ').next().filter(|count| !count.is_empty());
+    // After a hot restart, Envoy adds the counts of the former Envoy.
+    let is_stopped = count.is_some_and(|count| count != "0") && report.restart_epoch() == 0;
+    let found = match state {
+        _ if report.problem().is_some() || report.is_drained => return None,
+        "DRAINING" => "its health check was failed (`POST /healthcheck/fail`), not by the agent",
+        _ if is_stopped => "its listeners were closed (`POST /drain_listeners`), not by the agent",
+        _ => return None,
+    };
+    let remedy = "find who calls Envoy's admin port; `pilot-agent request POST healthcheck/ok`, or \
+                  for listeners a restart of the container, undoes it";
+    Some(Problem::new(codes::ENVOY_STOPPING, "Envoy", found).remedy(remedy))
 }
 
 /// Describes the admin port of an Envoy that has closed it for a successor, which then failed. Such an Envoy serves.
@@ -132,6 +158,13 @@ fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
     ] {
         let holder = port::holder(port);
         found.extend(holder.map(|holder| Problem::new(code, format!("port {port}"), holder)));
+    }
+    for address in config.dns.iter().flat_map(|dns| &dns.forwarder.listen_addresses) {
+        let bound = UdpSocket::bind(address).err();
+        let taken = bound.filter(|error| error.kind() == ErrorKind::AddrInUse);
+        let holder = port::holder(address.port()).or(taken.map(|error| format!("UDP: {error}")));
+        let subject = format!("port {}", address.port());
+        found.extend(holder.map(|it| Problem::new(codes::DNS_PORT_TAKEN, subject, it)));
     }
     let sockets = config.sds_socket.parent().unwrap_or(&envoy.directory);
     for directory in [&*envoy.directory, sockets] {

@@ -7,6 +7,7 @@ use http::{HeaderMap, HeaderValue, header};
 
 use super::{PROBE_LIMIT, Subject, checked, get, used_up_ports};
 use crate::config::Config;
+use crate::logging::RECENT;
 use crate::probe::{self, Probe};
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
@@ -17,7 +18,17 @@ const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let (mut checks, application) = tokio::join!(readiness(subject), application(subject.config));
     checks.extend(application);
+    checks.extend(subject.running.and_then(|_| unknown()));
     checks
+}
+
+/// Reports the path that the kubelet has asked for several times, and that no prober has.
+fn unknown() -> Option<Check> {
+    let mut logged = RECENT.entries().into_iter();
+    let entry = logged.find(|it| it.code == codes::PROBE_UNKNOWN.name && it.times > 2)?;
+    let (text, _) = entry.message.split_once(';')?;
+    let found = format!("{text}; {} times, last at {}", entry.times, entry.last);
+    Some(Check::from(&Problem::new(codes::PROBE_UNKNOWN, "application probes", found)))
 }
 
 /// Checks readiness like the kubelet: at the status port, and through Envoy.

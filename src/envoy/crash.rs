@@ -10,6 +10,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::instance::{INTERRUPTED, TERMINATED};
 use super::output::reason;
 use crate::files::permission;
 use crate::files::regular_file::{self, if_exists};
@@ -79,12 +80,15 @@ impl Crash {
         let code = match (self.out_of_memory, self.signal) {
             (Some(true), _) => codes::ENVOY_OUT_OF_MEMORY,
             _ if let Some((_, code)) = printed.next() => code,
+            (_, Some(TERMINATED | INTERRUPTED)) => codes::ENVOY_EXITED,
             (_, Some(_)) => codes::ENVOY_CRASHED,
+            _ if self.code == Some(0) => codes::ENVOY_EXITED,
             _ if reason(&self.stderr).and_then(port::taken).is_some() => codes::PORT_TAKEN,
             _ => codes::ENVOY_BOOTSTRAP_REFUSED,
         };
-        // Pilot-agent's log line begins with these words.
-        Problem::new(code, "Envoy exited with error", self)
+        // Pilot-agent's log line of an error begins with these words.
+        let subject = if self.code == Some(0) { "Envoy" } else { "Envoy exited with error" };
+        Problem::new(code, subject, self)
     }
 }
 
@@ -183,6 +187,19 @@ mod tests {
             let stderr = vec![line.to_owned(), "Backtrace".to_owned()];
             let crash = Crash { out_of_memory: Some(false), stderr, ..crash() };
             assert_eq!(crash.problem().code, expected, "{line}");
+        }
+    }
+
+    #[test]
+    fn an_exit_that_another_process_asked_for_is_no_crash() {
+        for (code, signal, expected) in [
+            (Some(0), None, codes::ENVOY_EXITED),
+            (None, Some(TERMINATED), codes::ENVOY_EXITED),
+            (None, Some(11), codes::ENVOY_CRASHED),
+            (Some(1), None, codes::ENVOY_BOOTSTRAP_REFUSED),
+        ] {
+            let crash = Crash { code, signal, out_of_memory: None, ..crash() };
+            assert_eq!(crash.problem().code, expected, "{crash}");
         }
     }
 

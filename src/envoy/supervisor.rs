@@ -363,21 +363,24 @@ impl Supervisor {
         Ok(Event::EnvoyExited { may_restart })
     }
 
-    /// Records and returns a crash. An exit on request removes the record.
+    /// Records an exit that the agent did not ask for, and returns it if it is a crash. An exit on request removes the
+    /// record.
     async fn record_exit(&mut self, ended: Ended) -> Option<Crash> {
         let mut envoy = self.instance.take()?;
         let directory = &self.config.directory;
-        if is_crash(ended, self.machine.phase()) {
+        let is_crash = is_crash(ended, self.machine.phase());
+        if is_crash || !self.machine.expects_exit() {
             let crash = envoy.describe_crash(ended).await;
             Crash::record(Some(&crash), directory);
             self.publish.send_modify(|report| report.last_crash = Some(crash.clone()));
-            return Some(crash);
+            if !is_crash {
+                tracing::warn!("{}", crash.problem());
+            }
+            return is_crash.then_some(crash);
         }
         envoy.output.last_lines().await;
-        if self.machine.expects_exit() {
-            tracing::info!("Envoy exited normally");
-            Crash::record(None, directory);
-        }
+        tracing::info!("Envoy exited normally");
+        Crash::record(None, directory);
         None
     }
 

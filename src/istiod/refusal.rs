@@ -38,6 +38,10 @@ pub fn explain(
     let code = match status.code() {
         Code::Unauthenticated => codes::ISTIOD_UNAUTHENTICATED,
         Code::PermissionDenied => codes::ISTIOD_PERMISSION_DENIED,
+        // istiod signs for the identity of the token only.
+        Code::InvalidArgument if message.contains("SAN Identities in CSR") => {
+            codes::ISTIOD_PERMISSION_DENIED
+        }
         Code::Unimplemented => unimplemented,
         Code::Unavailable => codes::ISTIOD_UNAVAILABLE,
         Code::DeadlineExceeded => codes::ISTIOD_NO_ANSWER,
@@ -215,6 +219,13 @@ mod tests {
                 "ISTIO_META_CLUSTER_ID",
             ),
             (
+                Code::InvalidArgument,
+                state(&of("shop:cart")),
+                codes::ISTIOD_PERMISSION_DENIED,
+                "TRUST_DOMAIN is \"cluster.local\"",
+                "compare `TRUST_DOMAIN`",
+            ),
+            (
                 Code::Unimplemented,
                 State::default(),
                 codes::ISTIOD_WITHOUT_DELTA,
@@ -236,7 +247,7 @@ mod tests {
                 "kubectl logs",
             ),
         ] {
-            let status = Status::new(code, "why");
+            let status = Status::new(code, "why: SAN Identities in CSR");
             let config = plaintext("istiod:15012");
             let problem = explain(&config, &token, codes::ISTIOD_WITHOUT_DELTA, &status);
             assert_eq!(problem.code, expected, "{problem}");

@@ -164,6 +164,7 @@ codes! {
     PROBE_LATE: "the application does not answer a probe in time", "the probe fails", "read the application's log, or raise `timeoutSeconds` of the probe";
     PROBE_STATUS: "the application answers a probe with a status other than 2xx and 3xx", "the probe fails", "read the application's log";
     PROBE_FAILED: "a probe of the application fails", "the probe fails", "read the application's log, and compare the probe in the pod with what the port serves";
+    PROBE_UNKNOWN: "`ISTIO_KUBE_APP_PROBERS` does not have the path of a probe", "the probe fails", "inject the pod again: its probes and `ISTIO_KUBE_APP_PROBERS` were written at different times";
     READINESS_FAILED: "the kubelet cannot see that Envoy is ready", "the pod is not ready", "see Envoy's and the agent's log (`kubectl logs POD -c istio-proxy`), and ask again in some seconds";
     SCRAPE_FAILED: "metrics of Envoy or of the application cannot be fetched", "the page lacks these samples", "for the application, correct `prometheus.io/port` and `prometheus.io/path` of the pod; for Envoy see its log";
     SCRAPE_TLS_UNUSABLE: "a file of `ISTIO_AGENT_SCRAPE_TLS` cannot be used", "the page lacks the samples of this target", "correct the file; it is read again at the next scrape";

@@ -175,6 +175,14 @@ impl Source {
             self.fail(code, found);
             None
         })?;
+        if self.remaining == self.limit
+            && self.format() != Format::Protobuf
+            && chunk.trim_ascii_start().starts_with(b"<")
+        {
+            let (code, found) = invalid("the page is HTML, expected metrics".to_owned());
+            self.fail(code, found);
+            return None;
+        }
         if chunk.len() as u64 > self.remaining {
             // It is less than the length, so it fits into a usize.
             chunk.truncate(self.remaining as usize);

@@ -15,6 +15,7 @@ use super::{Body, Config, reply};
 use crate::json;
 use crate::net::request_path;
 use crate::probe::{Client, Kind, Probe};
+use crate::problem::{Problem, codes};
 
 /// The expected value of a port, for error texts.
 const PORT: &str = "from 1 to 65535: the port must be int type";
@@ -92,7 +93,9 @@ impl AppProbes {
 
     pub(super) async fn answer(&self, path: &str, headers: &HeaderMap) -> Response<Body> {
         let Some(prober) = self.config.probers.get(path) else {
-            tracing::error!(target: "probes", "Prober does not exists url {path}");
+            let subject = format!("Prober does not exists url {path}");
+            let problem = Problem::new(codes::PROBE_UNKNOWN, subject, codes::PROBE_UNKNOWN.cause);
+            tracing::error!(target: "probes", "{problem}");
             let text = format!("app prober config does not exists for {path}\n");
             return reply::refusal(StatusCode::BAD_REQUEST, text);
         };

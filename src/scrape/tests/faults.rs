@@ -87,6 +87,7 @@ fn unusable() -> Vec<(&'static str, u16, &'static str)> {
             }),
             "",
         ),
+        ("serves HTML", page("text/html", "\n<html>\nup 1\n</html>\n"), ""),
         (
             "is no HTTP",
             server(|stream, _| {

@@ -1,7 +1,7 @@
 //! Tests that the doctor names faults of sockets, ports, programs and endpoints.
 
 use std::fs;
-use std::net::TcpListener;
+use std::net::{TcpListener, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 
@@ -109,6 +109,29 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         eventually("another Envoy", next).await;
         is_ready(&pod).await;
         Fault::new(pod, CRASH).with(control_plane).warns()
+    });
+    for (name, request, state) in [
+        ("closed listeners", "/drain_listeners", "LIVE"),
+        ("a failed health check", "/healthcheck/fail", "DRAINING"),
+    ] {
+        faults.add(name, async move {
+            let (pod, control_plane) = ready(&[]).await;
+            wait_until_agent_sees_envoy_running(&pod).await;
+            pod.envoy.request(Method::POST, request).await.unwrap();
+            envoy_says(&pod, "/server_info", state).await;
+            let cure = &["POST healthcheck/ok", "restart of the container"];
+            let says: Says = ("ENVOY_STOPPING", &[request, "not by the agent"], cure);
+            Fault::new(pod, says).with(control_plane)
+        });
+    }
+    faults.add("an Envoy that another process ends", async {
+        let (mut pod, control_plane) = ready(&[]).await;
+        wait_until_agent_sees_envoy_running(&pod).await;
+        kill_process(pod.envoy_pid().unwrap(), Signal::TERM).unwrap();
+        ended(&mut pod, None).await;
+        let says: Says =
+            ("ENVOY_EXITED", &["Envoy: exit status 0 after"], &["`/quitquitquit`", "SIGTERM"]);
+        Fault::new(pod, says).with(control_plane)
     });
     faults.add("an Envoy that hangs", async {
         let (pod, control_plane) = ready(&[]).await;
@@ -224,6 +247,16 @@ async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
         }
         Fault::new(pod, ("PORT_TAKEN", &[&port, HOLDER], CURE)).with((control_plane, taken))
     });
+    faults.add("the port of DNS, 15053", async {
+        let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let address = taken.local_addr().unwrap();
+        let dns = [("ISTIO_META_DNS_CAPTURE", "true"), ("DNS_PROXY_ADDR", &address.to_string())];
+        let (mut pod, control_plane) = pod(&[], &dns).await;
+        ended(&mut pod, None).await;
+        let port = format!("port {}", address.port());
+        let says = ("DNS_PORT_TAKEN", &[&*port, "in use"][..], &["`DNS_PROXY_ADDR`"][..]);
+        Fault::new(pod, says).with((control_plane, taken))
+    });
     faults.add("the status port, 15020", async {
         let (mut pod, control_plane) = ready(&[]).await;
         ended(&mut pod, Some(Signal::TERM)).await;
@@ -308,6 +341,18 @@ async fn each_fault_of_an_endpoint_is_named_with_its_cure() {
             "PROBE_PORT_CLOSED",
             &["/app-health/cart/readyz", &*address][..],
             &["let the application listen", "ISTIO_KUBE_APP_PROBERS"][..],
+        );
+        Fault::new(pod, says).with(control_plane)
+    });
+    faults.add("a probe that was not injected", async {
+        let (pod, control_plane) = ready(&[]).await;
+        for _ in 0..3 {
+            assert_eq!(pod.status(Method::GET, "/app-health/cart/livez").await, None);
+        }
+        let says: Says = (
+            "PROBE_UNKNOWN",
+            &["Prober does not exists url /app-health/cart/livez", "3 times"],
+            &["inject the pod again"],
         );
         Fault::new(pod, says).with(control_plane)
     });

@@ -91,6 +91,34 @@ async fn ended(pod: &mut Pod, signal: Option<Signal>) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn settings_that_do_not_belong_to_the_pod_are_named() {
+    if envoy_binary().is_none() {
+        return;
+    }
+    let settings = [
+        ("ISTIO_META_INTERCEPTION_MODE", "REDIRECT"),
+        ("INSTANCE_IP", "192.0.2.7"),
+        ("TRUST_DOMAIN", "other.example"),
+    ];
+    let (pod, _control_plane) = ready(&settings).await;
+    let (report, _) = diagnosed(&pod).await;
+    for (code, found, remedy) in [
+        ("INTERFACE_UNKNOWN", "192.0.2.7 is on no interface", "status.podIP"),
+        (
+            "ISTIOD_PERMISSION_DENIED",
+            "TRUST_DOMAIN is \"other.example\"",
+            "trustDomain of the mesh",
+        ),
+    ] {
+        let checks = checks(&report);
+        let check = checks.iter().find(|(_, check)| check["code"] == code);
+        let (_, check) = check.unwrap_or_else(|| panic!("{code}: {report:#}"));
+        assert!(check["found"].as_str().unwrap().contains(found), "{check}");
+        assert!(check["remedy"].as_str().unwrap().contains(remedy), "{check}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_healthy_pod_has_neither_errors_nor_warnings() {
     if envoy_binary().is_none() {
         return;
