@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::net::UdpSocket;
+use std::time::Duration;
 
 use super::{PROBE_LIMIT, Running, Subject, capture, peers, run_blocking};
 use crate::config;
@@ -16,6 +17,8 @@ use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
 
 const ADMIN: &str = "admin port";
+/// The time after which an Envoy must have opened its admin port, also on a busy machine.
+const START_LIMIT: Duration = Duration::from_secs(5);
 /// The page with the number of listeners that a request to the admin port has closed.
 const STOPPED: &str = "/stats?filter=%5Elistener_manager.listener_stopped%24";
 
@@ -70,17 +73,27 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             checks.push(Check::ok(ADMIN, found));
         }
         // Without a process this is a consequence.
-        Err(why) if report.is_none_or(|report| report.problem().is_some()) => {
+        Err(why) if report.as_ref().is_none_or(|report| report.problem().is_some()) => {
             checks.push(Check::skipped(ADMIN, why));
         }
         Err(why) => {
-            let taken = subject.running.and_then(taken_by_successor);
-            let is_closed = taken.is_some() && !admin.address.is_taken().await;
-            let hangs = Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why));
-            checks.push(taken.filter(|_| is_closed).unwrap_or(hangs));
+            let is_closed = !admin.address.is_taken().await;
+            if is_closed && report.is_some_and(has_just_started) {
+                checks.push(Check::skipped(ADMIN, format!("Envoy has just started: {why}")));
+            } else {
+                let taken = subject.running.and_then(taken_by_successor).filter(|_| is_closed);
+                let hangs = Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why));
+                checks.push(taken.unwrap_or(hangs));
+            }
         }
     }
     checks
+}
+
+/// Returns true within [`START_LIMIT`] of Envoy's start.
+fn has_just_started(report: Report) -> bool {
+    let age = report.started.and_then(|started| started.elapsed().ok());
+    age.is_some_and(|age| age < START_LIMIT)
 }
 
 /// Reports an Envoy that another process has drained.

@@ -70,7 +70,8 @@ async fn no_setting_that_works_has_a_finding() {
     let pages = json!({ "scrape": "true", "port": application.port.to_string() }).to_string();
     let count_all = count_all();
     let dual = [("ISTIO_DUAL_STACK", "true"), ("INSTANCE_IPS", "127.0.0.1,::1")];
-    let rows: [(&'static str, &'static str, &[(&str, &str)]); 16] = [
+    type Row<'a> = (&'static str, &'static str, &'a [(&'a str, &'a str)]);
+    let rows: [Row<'_>; 16] = [
         ("a sidecar", "sidecar", &[]),
         ("a gateway", "router", &[]),
         ("SotW", "sidecar", &[("ISTIO_DELTA_XDS", "false")]),
