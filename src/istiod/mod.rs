@@ -203,6 +203,7 @@ impl Istiod {
             connected: connection.map(|connection| connection.about().clone()),
             dials: *record.dials.lock(),
             last_error: record.last_error.lock().clone(),
+            outages: record.outages.lock().iter().cloned().collect(),
             token_expires: claims.and_then(|claims| claims.expiry()).map(rfc3339),
         }
     }

@@ -1,5 +1,6 @@
 //! Records the state of the connection to istiod and of the dials, for the debug page.
 
+use std::collections::VecDeque;
 use std::fmt;
 
 use parking_lot::Mutex;
@@ -12,6 +13,8 @@ use crate::runtime::clock::{Clock, rfc3339};
 
 /// The stored length of an error, in characters: it may quote a certificate's names or istiod's message.
 const MAX_ERROR: usize = 1024;
+/// The most outages that are stored.
+const MAX_OUTAGES: usize = 10;
 
 /// The connection and the dials since the agent's start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -23,6 +26,9 @@ pub struct Status {
     pub dials: u64,
     /// The error of the last dial or call that failed, if no call has succeeded since.
     pub last_error: Option<Failure>,
+    /// The last outages, the newest first. The debug page shows them.
+    #[serde(skip)]
+    pub outages: Vec<Outage>,
     /// The expiry of the token read last, if it contains one.
     pub token_expires: Option<String>,
 }
@@ -57,11 +63,22 @@ pub struct Failure {
     pub problem: Problem,
 }
 
-/// The dials so far and the last error.
+/// A time without a successful call, from the first failure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Outage {
+    pub since: String,
+    /// None if it is not over.
+    pub until: Option<String>,
+    /// The code of the first failure.
+    pub code: &'static str,
+}
+
+/// The dials so far, the last error, and the last outages.
 #[derive(Debug)]
 pub(super) struct Record {
     pub(super) dials: Mutex<u64>,
     pub(super) last_error: Mutex<Option<Failure>>,
+    pub(super) outages: Mutex<VecDeque<Outage>>,
     failures: Counter,
 }
 
@@ -70,6 +87,7 @@ impl Record {
         Self {
             dials: Mutex::default(),
             last_error: Mutex::default(),
+            outages: Mutex::default(),
             failures: registry.counter(
                 "istio_agent_istiod_connection_failures",
                 "The total number of connection failures to Istiod",
@@ -87,14 +105,23 @@ impl Record {
     }
 
     pub(super) fn clear_error(&self) {
-        *self.last_error.lock() = None;
+        if self.last_error.lock().take().is_some()
+            && let Some(outage) = self.outages.lock().front_mut()
+        {
+            outage.until = Some(rfc3339(Clock::system().now()));
+        }
     }
 
     pub(super) fn record_error(&self, problem: &Problem) {
         let mut problem = problem.clone();
         problem.found = problem.found.chars().take(MAX_ERROR).collect();
         let at = rfc3339(Clock::system().now());
-        *self.last_error.lock() = Some(Failure { at, problem });
+        let (since, code) = (at.clone(), problem.code.name);
+        if self.last_error.lock().replace(Failure { at, problem }).is_none() {
+            let mut outages = self.outages.lock();
+            outages.truncate(MAX_OUTAGES - 1);
+            outages.push_front(Outage { since, until: None, code });
+        }
     }
 }
 
@@ -124,5 +151,34 @@ impl fmt::Display for Connected {
             None => f.write_str("plaintext"),
             Some(tls) => write!(f, "{:?}, {:?}", tls.version, tls.key_exchange),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::codes;
+
+    #[test]
+    fn an_outage_lasts_from_the_first_error_to_a_success() {
+        let record = Record::new(&Registry::default());
+        let problem = |code| Problem::new(code, "istiod", "found");
+        record.clear_error();
+        assert_eq!(record.outages.lock().len(), 0);
+        record.record_failed_dial(&problem(codes::ISTIOD_TIMEOUT));
+        record.record_error(&problem(codes::ISTIOD_ERROR));
+        let outages = record.outages.lock().clone();
+        assert_eq!((outages.len(), &outages[0].until), (1, &None));
+        assert_eq!(outages[0].code, "ISTIOD_TIMEOUT");
+        record.clear_error();
+        assert!(record.outages.lock()[0].until.is_some());
+        for _ in 0..2 * MAX_OUTAGES {
+            record.record_error(&problem(codes::ISTIOD_ERROR));
+            record.clear_error();
+        }
+        record.record_error(&problem(codes::ISTIOD_UNAVAILABLE));
+        let outages = record.outages.lock();
+        assert_eq!((outages.len(), outages[0].code), (MAX_OUTAGES, "ISTIOD_UNAVAILABLE"));
+        assert_eq!(outages.iter().filter(|outage| outage.until.is_none()).count(), 1);
     }
 }

@@ -10,7 +10,7 @@
 //! | `/handover` | POST | loopback | has the agent in the other container take over |
 //! | `/drain` | GET | loopback | JSON: the steps of a shutdown, and the present one |
 //! | `/app-health/…`, `/app-lifecycle/…` | any | all | the application's answer |
-//! | `/debug/` | any | users | HTML: the overview |
+//! | `/debug/`, `/debug/?hold` | any | users | HTML: the overview; with `hold` it does not reload itself |
 //! | `/debug/overview` | any | users | JSON: the same |
 //! | `/debug/logging` | GET | users | JSON: the levels of the log |
 //! | `/debug/logging?level=…` | POST, PUT | users | sets levels, see [`logging`] |
@@ -43,7 +43,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::request::Parts;
-use ::http::{Method, Request, Response, StatusCode};
+use ::http::{Method, Request, Response, StatusCode, Uri};
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http_body_util::combinators::UnsyncBoxBody;
@@ -259,7 +259,7 @@ impl Router {
             }
             path => match (self.sources.pages.get(path), debug_page(path)) {
                 (Some(make), _) => reply::json(Some(make().await)),
-                (None, Some(make)) => self.debug_page(path, make).await,
+                (None, Some(make)) => self.debug_page(&head.uri, make).await,
                 (None, None) => reply::not_found(),
             },
         }
@@ -272,22 +272,27 @@ impl Router {
         let (report, ready) = tokio::join!((self.sources.doctor)(age), check);
         let late = |_| Err("Envoy's admin port does not answer".to_owned());
         let ready = ready.map_or_else(late, |ready| ready.map_err(|it| it.to_string()));
-        let missing = ready.as_ref().err();
-        let problem = missing.map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
+        let missing = ready.err();
+        let problem = missing.as_ref().map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
         let state = match missing {
             None => PodState::Ready,
             Some(_) => PodState::NotReady,
         };
-        Diagnosis { report: report.judged(&state, problem.as_ref()), ready }
+        let report = report.judged(&state, problem.as_ref());
+        Diagnosis { report, missing, ..Diagnosis::default() }
     }
 
     /// Makes a debug page on a blocking thread, because some take a while. Only one is made at a time, because
     /// glibc keeps the memory of each thread.
-    async fn debug_page(&self, path: &str, make: DebugPage) -> Response<Body> {
-        let diagnosis = match path {
+    async fn debug_page(&self, uri: &Uri, make: DebugPage) -> Response<Body> {
+        let mut diagnosis = match uri.path() {
             "/debug/" | "/debug/doctor" | "/debug/overview" => self.diagnose(REPORT_AGE).await,
-            _ => Diagnosis { report: Report::default(), ready: Ok(()) },
+            _ => Diagnosis::default(),
         };
+        diagnosis.is_held = uri.query() == Some("hold");
+        if let Some(standby) = self.sources.pages.get("/debug/standby") {
+            diagnosis.standby = standby().await;
+        }
         let (sources, lock) = (self.sources.clone(), self.page_lock.clone().lock_owned().await);
         let made = tokio::task::spawn_blocking(move || {
             // It stays locked until the end, even if the client has closed the connection.
@@ -338,11 +343,15 @@ fn progress(sources: &Sources) -> Response<Body> {
     })))
 }
 
-/// The doctor's report, and the result of a readiness check.
+/// The doctor's report, the result of a readiness check, and what else a debug page needs.
+#[derive(Default)]
 struct Diagnosis {
     report: Report,
-    /// The error is the reason why the pod is not ready.
-    ready: Result<(), String>,
+    /// The reason why the pod is not ready.
+    missing: Option<String>,
+    standby: Value,
+    /// True if the page does not reload itself.
+    is_held: bool,
 }
 
 /// Makes a page from the sources and, for the overview, the diagnosis.

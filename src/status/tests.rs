@@ -163,7 +163,10 @@ async fn the_overview_is_html_and_json_and_says_whether_the_pod_is_ready() {
     assert_eq!(json["start_up"][0]["milestone"], "ready");
     let (status, html, _) = send_request(&router, "GET /debug/", HERE).await;
     assert_eq!(status, 200);
-    assert!(html.contains("<p class=\"skipped\">ready: no problem found</p>"), "{html}");
+    let verdict = "<div class=\"verdict skipped\"><h2>ready: no problem found</h2>";
+    assert!(html.contains(verdict), "{html}");
+    let (_, held, _) = send_request(&router, "GET /debug/?hold", HERE).await;
+    assert_ne!(html.contains("http-equiv"), held.contains("http-equiv"));
     assert_eq!(json["doctor"]["verdict"], "ready: no problem found");
 }
 

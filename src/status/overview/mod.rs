@@ -3,6 +3,7 @@
 //!
 //! Snapshots have neither keys nor tokens.
 
+mod cards;
 mod page;
 
 use serde_json::{Value, json};
@@ -19,7 +20,7 @@ use crate::wasm::Wasm;
 /// Takes a snapshot. A part without which the agent runs is null then, see [`Sources`]; `missing` is the reason
 /// why the pod is not ready.
 pub(super) fn snapshot(sources: &Sources, diagnosis: &Diagnosis) -> Value {
-    let Diagnosis { report, ready } = diagnosis;
+    let Diagnosis { report, missing, .. } = diagnosis;
     let ready_dns = |dns: &Dns| json!({ "ready": dns.is_ready() });
     json!({
         "now": rfc3339(Clock::system().now()),
@@ -28,8 +29,8 @@ pub(super) fn snapshot(sources: &Sources, diagnosis: &Diagnosis) -> Value {
             "version": version::full(&sources.istio_version),
             "uptime_seconds": sources.milestones.elapsed().as_secs_f64(),
         },
-        "ready": ready.is_ok(),
-        "missing": ready.as_ref().err(),
+        "ready": missing.is_none(),
+        "missing": missing,
         "doctor": report,
         "envoy": sources.envoy.as_ref().map(Envoy::snapshot),
         "istiod": sources.istiod.status(),
@@ -43,8 +44,12 @@ pub(super) fn snapshot(sources: &Sources, diagnosis: &Diagnosis) -> Value {
     })
 }
 
+/// Renders the page, which also has the last outages of istiod and the state of the standby.
 pub(super) fn html(sources: &Sources, diagnosis: &Diagnosis) -> String {
-    page::page(&diagnosis.report, &snapshot(sources, diagnosis))
+    let mut overview = snapshot(sources, diagnosis);
+    overview["istiod"]["outages"] = json!(sources.istiod.status().outages);
+    overview["standby"] = diagnosis.standby.clone();
+    page::page(&diagnosis.report, &overview, diagnosis.is_held)
 }
 
 #[cfg(test)]

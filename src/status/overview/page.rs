@@ -1,60 +1,57 @@
-//! Renders the overview as an HTML page: the doctor's findings, then the JSON as tables. It has no scripts, needs
-//! no further files, and is reloaded every five seconds.
+//! Renders the overview as an HTML page: the doctor's findings, a card for each part of the agent, and the meanings of
+//! the codes. It has no scripts, needs no further files, and is reloaded every five seconds unless it is held.
+
+use std::collections::BTreeSet;
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use serde_json::Value;
 
+use super::cards::View;
 use crate::logging::is_interpreted;
+use crate::problem::Code;
+use crate::problem::codes::TABLE;
 use crate::report::{Level, Report};
-use crate::runtime::duration::rounded_seconds;
 
-/// The sections: the title, the member of the overview, and the path of the same data as JSON.
-const SECTIONS: [(&str, &str, &str); 9] = [
-    ("Envoy", "envoy", "envoy"),
-    ("Connection to istiod", "istiod", "istiod"),
-    ("Certificates", "certificates", "certs"),
-    ("Start-up", "start_up", "overview"),
-    ("DNS", "dns", "ndsz"),
-    ("Workload", "health", "health"),
-    ("Wasm modules", "wasm", "wasm"),
-    ("Discovery (xDS)", "discovery", "xdsz"),
-    ("Recent warnings", "warnings", "overview"),
-];
+const OTHERS: &str = "debug/overview debug/config debug/log debug/logging debug/scope healthz/ready drain \
+                      metrics/agent stats/prometheus";
 
-pub(super) fn page(doctor: &Report, overview: &Value) -> String {
+/// Renders the page. A page that is held does not reload itself, so its folded parts stay open.
+pub(super) fn page(doctor: &Report, overview: &Value, is_held: bool) -> String {
+    let view = View::new(overview);
     let agent = &overview["agent"];
-    let node = value("", &agent["node"]);
+    let node = linked(agent["node"].as_str().unwrap_or_default());
+    let body = html! {
+        header {
+            h1 { "istio-agent" }
+            div { (node) }
+            small {
+                (view.value("", &agent["version"])) ", up "
+                (view.value("uptime_seconds", &agent["uptime_seconds"])) ", seen "
+                (overview["now"].as_str().unwrap_or_default()) ", "
+                @if is_held { a href="." { "reload" } }
+                @else { "reloads every 5 s: " a href="?hold" { "hold" } }
+            }
+        }
+        (diagnosis(doctor))
+        main { (view.cards(overview)) }
+    };
+    let body = body.into_string();
     let page = html! {
         (DOCTYPE)
         html lang="en" {
             head {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width,initial-scale=1";
-                meta http-equiv="refresh" content="5";
+                @if !is_held { meta http-equiv="refresh" content="5"; }
                 title { (doctor.verdict) ": " (node) }
                 style { (PreEscaped(include_str!("style.css"))) }
             }
             body {
-                h1 { "istio-agent" }
-                div.dim {
-                    (node) br;
-                    (value("", &agent["version"])) ", up "
-                    (value("uptime_seconds", &agent["uptime_seconds"])) ", seen " (value("", &overview["now"]))
-                }
-                (diagnosis(doctor))
-                main {
-                    @for (title, member, path) in SECTIONS {
-                        @if !overview[member].is_null() {
-                            section { h2 { (title) " " a href=(path) { "JSON" } } (section(&overview[member])) }
-                        }
-                    }
-                }
-                footer.dim {
-                    "As JSON: " a href="overview" { "all of this" } ". Also: "
-                    a href="../healthz/ready" { "readiness" } ", "
-                    a href="../drain" { "drain" } ", "
-                    a href="../metrics/agent" { "the agent's metrics" } ", "
-                    a href="../stats/prometheus" { "merged metrics" } "."
+                (PreEscaped(&body))
+                (meanings(&body, is_held))
+                footer {
+                    "Other pages: "
+                    @for path in OTHERS.split(' ') { a href={ "/" (path) } { (path) } " " }
                 }
             }
         }
@@ -63,12 +60,19 @@ pub(super) fn page(doctor: &Report, overview: &Value) -> String {
     page.into_string().replace(hides_text, "\u{fffd}")
 }
 
-/// Renders the doctor's verdict, its remedy, and the findings. The other checks are folded.
+/// Renders the doctor's verdict, which names the first finding, its remedy, and the other findings. All checks are
+/// folded.
 fn diagnosis(report: &Report) -> Markup {
+    let findings = report.findings();
     html! {
-        p class=(report.level.name()) { (report.verdict) }
-        p { "What to do: " (report.remedy) }
-        ul { @for check in report.findings() { li { (line(check.level, &check.sentence())) } } }
+        div class={ "verdict " (report.level.name()) } {
+            h2 { (linked(&report.verdict)) }
+            @if let Some(first) = findings.first() && !first.consequence.is_empty() {
+                p { (linked(&first.consequence)) }
+            }
+            p { "What to do: " (linked(&report.remedy)) }
+        }
+        ul { @for check in findings.iter().skip(1) { li { (line(check.level, &check.sentence())) } } }
         details {
             summary { "All checks" }
             @for group in &report.groups {
@@ -80,55 +84,50 @@ fn diagnosis(report: &Report) -> Markup {
 }
 
 fn line(level: Level, text: &str) -> Markup {
-    html! { b class=(level.name()) { (level.name()) } " " (text) }
+    html! { (pill(level, &level.name())) " " (linked(text)) }
 }
 
-/// Renders a section: its members as rows, without null members.
-fn section(members: &Value) -> Markup {
-    let Some(members) = members.as_object() else {
-        return value("", members);
-    };
+/// Renders a word in the colour of a level.
+pub(super) fn pill(level: Level, word: &str) -> Markup {
+    html! { b class=(level.name()) { (word) } }
+}
+
+/// Renders a text with links from codes to their meanings. The page with these is held, so that they stay in view.
+pub(super) fn linked(text: &str) -> Markup {
+    let is_of_code = |c: char| c.is_ascii_uppercase() || c == '_';
     html! {
-        table {
-            @for (name, member) in members.iter().filter(|(_, member)| !member.is_null()) {
-                tr { th scope="row" { (title(name)) } td { (value(name, member)) } }
+        @for (index, text) in text.split('`').enumerate() {
+            @if index % 2 == 1 { code { (text) } } @else {
+                @for part in text.split_inclusive(|c| !is_of_code(c)) {
+                    @let word = part.trim_end_matches(|c| !is_of_code(c));
+                    @if known(word).is_some() { a href={ "?hold#" (word) } { (word) } (part[word.len()..]) }
+                    @else { (part) }
+                }
             }
         }
     }
 }
 
-/// Renders a value in a row. Elements of lists, and objects in objects, begin a line.
-pub(super) fn value(name: &str, value: &Value) -> Markup {
-    match value {
-        Value::Object(members) => html! {
-            @for (name, member) in members.iter().filter(|(_, member)| !member.is_null()) {
-                @let named = html! { small { (title(name)) } " " (self::value(name, member)) };
-                @if member.is_object() { div { (named) } } @else { span { (named) } " " }
-            }
-        },
-        Value::Array(elements) => html! {
-            @if elements.is_empty() { "none" }
-            @for element in elements { div { (self::value(name, element)) } }
-        },
-        Value::Bool(is_so) => html! { (if *is_so { "yes" } else { "no" }) },
-        Value::String(text) => html! { (text) },
-        Value::Null => html! {},
-        Value::Number(number) => match number.as_f64() {
-            Some(seconds) if name.ends_with("_seconds") => html! { (rounded_seconds(seconds)) },
-            Some(ms) if name.ends_with("_ms") => html! { (rounded_seconds(ms / 1e3)) },
-            Some(bytes) if name.ends_with("bytes") && bytes < 1e6 => {
-                html! { (format!("{:.1} kB", bytes / 1e3)) }
-            }
-            Some(bytes) if name.ends_with("bytes") => html! { (format!("{:.1} MB", bytes / 1e6)) },
-            _ => html! { (number.to_string()) },
-        },
-    }
+fn known(name: &str) -> Option<&'static Code> {
+    TABLE.iter().find(|code| code.name == name).copied()
 }
 
-/// Converts a member's name to words without its unit, and a type URL to its last part.
-fn title(name: &str) -> String {
-    let last = name.rsplit(['.', '/']).next().unwrap_or(name);
-    let mut units = ["_seconds", "_ms", "_bytes"].iter();
-    let without_unit = units.find_map(|unit| last.strip_suffix(unit));
-    without_unit.unwrap_or(last).replace('_', " ")
+/// Renders the meanings of the codes to which a page links.
+fn meanings(page: &str, is_held: bool) -> Markup {
+    let links = page.split("\"?hold#").skip(1).filter_map(|rest| rest.split('"').next());
+    let codes: BTreeSet<_> = links.collect();
+    html! {
+        @if !codes.is_empty() {
+            details open[is_held] {
+                summary { "Meanings of the codes" }
+                dl {
+                    @for code in codes.into_iter().filter_map(known) {
+                        dt id=(code.name) { (code.name) }
+                        dd { (code.cause) br; (code.consequence) }
+                        dd { "What to do: " (linked(code.remedy)) }
+                    }
+                }
+            }
+        }
+    }
 }

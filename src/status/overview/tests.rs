@@ -5,7 +5,8 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 
-use super::page::{self, page};
+use super::cards::View;
+use super::page::page;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{self, State};
 use crate::envoy::shutdown::{Plan, Shutdown, Step};
@@ -32,6 +33,7 @@ fn empty() -> Value {
         connected: None,
         dials: 0,
         last_error: None,
+        outages: Vec::new(),
         token_expires: None,
     };
     json!({
@@ -68,7 +70,7 @@ fn discovery() -> Discovery {
 
 /// Renders the page of a pod without findings.
 fn page_without_findings(overview: &Value) -> String {
-    page(&Report::default(), overview)
+    page(&Report::default(), overview, false)
 }
 
 /// Returns a type whose last response has this version. `ack` and `nack` are the version and time of the last ACK and
@@ -142,6 +144,7 @@ fn hostile_page() -> String {
             at: hostile(),
             problem: Problem::new(codes::ISTIOD_ERROR, hostile(), hostile()),
         }),
+        outages: Vec::new(),
         token_expires: Some(hostile()),
     };
     let certificates = Certificates {
@@ -180,7 +183,7 @@ fn hostile_page() -> String {
     overview["envoy"] = json!(crashed());
     overview["warnings"] = json!([warning]);
     let doctor = report(vec![Check::with_level(Level::Error, &finding(HOSTILE))]);
-    page(&doctor.judged(&PodState::NotReady, None), &overview)
+    page(&doctor.judged(&PodState::NotReady, None), &overview, false)
 }
 
 fn certificate(remaining_seconds: f64) -> Certificate {
@@ -253,13 +256,16 @@ fn the_page_loads_and_runs_nothing() {
 fn the_doctors_verdict_remedy_and_findings_are_at_the_top() {
     let problem = finding("expired 2 s ago");
     let checks = vec![Check::ok("token", "valid"), Check::with_level(Level::Error, &problem)];
-    let html = page(&report(checks).judged(&PodState::NotReady, None), &empty());
+    let html = page(&report(checks).judged(&PodState::NotReady, None), &empty(), false);
+    let code = "<a href=\"?hold#AGENT_SILENT\">AGENT_SILENT</a>";
     let (top, _) = html.split_once("<main>").expect("a main part");
     let found = [
         "<title>not ready: agent: expired 2 s ago [AGENT_SILENT]: node</title>",
-        "<p class=\"error\">not ready: agent: expired 2 s ago [AGENT_SILENT]</p>",
-        &format!("<p>What to do: {}</p>", problem.remedy),
-        &format!("<li><b class=\"error\">error</b> {problem}</li>"),
+        "<div class=\"verdict error\">",
+        &format!("<h2>not ready: agent: expired 2 s ago [{code}]</h2>"),
+        &format!("<p>{}</p>", problem.consequence),
+        "<p>What to do: run <code>doctor</code> again; ",
+        "<ul></ul>",
         "<details><summary>All checks</summary>",
         "<li><b class=\"ok\">ok</b> token: valid</li>",
     ];
@@ -276,7 +282,7 @@ fn every_figure_has_a_name_and_a_unit() {
         ("bytes", json!(1500), "1.5 kB"),
         ("times", json!(2), "2"),
     ] {
-        let shown = page::value(name, &number).into_string();
+        let shown = View::new(&empty()).value(name, &number).into_string();
         assert_eq!(shown, expected, "{name}");
     }
 }
@@ -287,16 +293,16 @@ fn values_are_next_to_their_names() {
     for words in [
         "<th scope=\"row\">state</th><td>exited</td>",
         "<small>signal</small> 11</span>",
-        "<small>level</small> warn</span> <span><small>scope</small> sds</span>",
+        "<th scope=\"row\">scope</th><td>sds</td>",
     ] {
         assert!(html.contains(words), "{words}: {html}");
     }
     let mut overview = empty();
     overview["discovery"] = json!(with_type("a.b/c.Listener", type_with_answers("2", None, None)));
     let html = page_without_findings(&overview);
-    assert!(html.contains("<small>Listener</small>"), "{html}");
+    assert!(html.contains("<td>Listener</td>"), "{html}");
     let html = page_without_findings(&empty());
-    let words = "Recent warnings <a href=\"overview\">JSON</a></h2>none";
+    let words = "Recent warnings<a href=\"overview\">JSON</a></h2>none";
     assert!(html.contains(words), "{html}");
 }
 
@@ -332,8 +338,122 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
         "received signal: terminated",
         "2001-09-09T01:46:40Z",
         "<small>connections</small> 3</span>",
-        "DNS <a href=\"ndsz\">JSON</a></h2><table><tr><th scope=\"row\">ready</th><td>no</td>",
+        "DNS<a href=\"ndsz\">JSON</a></h2><table><tr><th scope=\"row\">ready</th><td>no</td>",
     ] {
         assert!(html.contains(words), "{words}: {html}");
+    }
+}
+
+/// Returns a page of 12:00:00 whose overview has this part.
+fn page_with(pointer: &str, part: Value) -> String {
+    let mut overview = empty();
+    overview["agent"]["uptime_seconds"] = json!(1000.0);
+    *overview.pointer_mut(pointer).expect("the part") = part;
+    page_without_findings(&overview)
+}
+
+#[test]
+fn times_are_relative_with_the_absolute_time_behind() {
+    for (time, expected) in [
+        ("2026-01-31T11:58:30Z", "1 min 30 s ago <time>2026-01-31T11:58:30Z</time>"),
+        ("2026-01-31T14:00:00Z", "in 2 h <time>2026-01-31T14:00:00Z</time>"),
+        ("2026-01-31T11:59:59.7Z", "1.0 s ago <time>2026-01-31T11:59:59.7Z</time>"),
+        ("soon", "soon"),
+    ] {
+        let html = page_with("/istiod/token_expires", time.into());
+        let row = format!("<th scope=\"row\">token expires</th><td>{expected}</td>");
+        assert!(html.contains(&row), "{row}: {html}");
+    }
+}
+
+#[test]
+fn outages_are_placed_on_a_line_from_the_start_to_now() {
+    let outages = json!([
+        { "since": "2026-01-31T11:55:00Z", "until": null, "code": "ISTIOD_ERROR" },
+        { "since": "2026-01-31T10:00:00Z", "until": "2026-01-31T11:45:00Z", "code": "ISTIOD_ERROR" },
+    ]);
+    let mut istiod = empty()["istiod"].clone();
+    istiod["outages"] = outages;
+    let html = page_with("/istiod", istiod);
+    for words in [
+        "<i class=\"error\" style=\"left:70.0%;width:30.0%\"></i>",
+        "<i class=\"error\" style=\"left:0.0%;width:10.0%\"></i>",
+        "<time>2026-01-31T11:55:00Z</time> not over <a href=\"?hold#ISTIOD_ERROR\">",
+        "<time>2026-01-31T10:00:00Z</time> for 1 h 45 min <a href=\"?hold#ISTIOD_ERROR\">",
+        "<span>16 min 40 s ago</span>now",
+        "<dt id=\"ISTIOD_ERROR\">",
+    ] {
+        assert!(html.contains(words), "{words}: {html}");
+    }
+}
+
+#[test]
+fn the_bar_of_a_certificate_shows_how_much_of_its_life_has_passed() {
+    for (begin, end, width, word) in [
+        ("2026-01-31T11:00:00Z", "2026-01-31T15:00:00Z", "25.0", "ok\">expires"),
+        ("2026-01-31T10:00:00Z", "2026-01-31T11:00:00Z", "100.0", "error\">expired"),
+        ("2026-01-31T13:00:00Z", "2026-01-31T14:00:00Z", "0.0", "ok\">expires"),
+        ("?", "?", "100.0", "error\">expired"),
+    ] {
+        let certificate =
+            Certificate { not_before: begin.into(), not_after: end.into(), ..certificate(0.0) };
+        let secrets = json!([{ "name": "default", "certificates": [certificate] }]);
+        let html = page_with("/certificates", json!({ "secrets": secrets }));
+        for words in [format!("left:0.0%;width:{width}%"), format!("<b class=\"{word}</b>")] {
+            assert!(html.contains(&words), "{words}: {html}");
+        }
+    }
+}
+
+#[test]
+fn each_type_has_the_state_of_its_last_response() {
+    let (early, late) = ("2026-01-31T11:00:00Z", "2026-01-31T11:30:00Z");
+    for (ack, nack, expected) in [
+        (None, None, "warning\">not answered"),
+        (Some(("a/8", early)), None, "ok\">accepted"),
+        (Some(("a/8", early)), Some(("a/9", late)), "error\">rejected"),
+        (Some(("a/8", late)), Some(("a/9", late)), "error\">rejected"),
+        (Some(("a/9", late)), Some(("a/8", late)), "ok\">accepted"),
+        (Some(("a/9", late)), Some(("a/8", early)), "ok\">accepted"),
+        (None, Some(("a/9", early)), "error\">rejected"),
+    ] {
+        let discovery = with_type("a.b/c.Listener", type_with_answers("a/9", ack, nack));
+        let html = page_with("/discovery", json!(discovery));
+        let age = if ack.is_none() { "" } else { " ago" };
+        let (_, row) = html.split_once("<td>Listener</td><td>1</td><td>9</td>").expect("a row");
+        let (ack, state) = row.split_once("</td>").expect("a cell");
+        assert!(ack.ends_with(age), "{ack}");
+        assert!(state.starts_with(&format!("<td><b class=\"{expected}</b>")), "{state}");
+    }
+}
+
+#[test]
+fn a_held_page_is_not_reloaded_and_links_back() {
+    let html = page(&Report::default(), &empty(), true);
+    assert!(!html.contains("http-equiv"), "{html}");
+    assert!(html.contains("<a href=\".\">reload</a>"), "{html}");
+    let html = page_without_findings(&empty());
+    assert!(html.contains("<a href=\"?hold\">hold</a>"), "{html}");
+}
+
+#[test]
+fn the_standby_and_clusters_on_demand_have_cards() {
+    let mut overview = empty();
+    overview["discovery"]["on_demand"] = json!({ "known": 400, "sent": 100, "used": 7 });
+    for (waits, word) in [
+        (json!(null), "warning\">no standby"),
+        (json!({ "name": "b", "hindrance": null }), "ok\">can take over"),
+        (json!({ "name": "b", "hindrance": "HOT" }), "warning\">cannot take over"),
+    ] {
+        overview["standby"] = json!({ "serves": "a", "waits": waits });
+        let html = page_without_findings(&overview);
+        for words in [
+            "Envoy has 100 of 400 clusters.",
+            "style=\"left:0.0%;width:25.0%\"",
+            "<th scope=\"row\">used</th><td>7</td>",
+            &format!("<h2>Standby<b class=\"{word}</b>"),
+        ] {
+            assert!(html.contains(words), "{words}: {html}");
+        }
     }
 }

@@ -191,6 +191,10 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     .await;
     let document = browser.document().await;
     assert_eq!(browser.width_on_a_phone(&document).await, PHONE_WIDTH);
+    for card in ["outage</b>", "not connected</b>", "rejected</b>", "<dt id=\"RESOURCE_REFUSED\">"]
+    {
+        assert!(document.contains(card), "{card}: {document}");
+    }
     let (top, _) = document.split_once("<main>").unwrap();
     for expected in ["<title>ready, with ", "What to do: ", "Connection refused", "&lt;script&gt;"]
     {
@@ -205,6 +209,7 @@ async fn the_page_shows_a_healthy_pod_and_a_broken_one() {
     browser.screenshot("troubled-phone", PHONE).await;
     browser.screenshot("troubled-phone-whole", PHONE_FULL_PAGE).await;
     browser.screenshot("troubled-desk", DESK).await;
+    browser.screenshot_in("troubled-phone-dark", PHONE_FULL_PAGE, "dark").await;
     browser.screenshot_in("troubled-desk-dark", DESK, "dark").await;
     // A browser that requests the report of the doctor gets the page too.
     let doctor = format!("{}doctor", browser.url);
