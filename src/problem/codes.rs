@@ -183,12 +183,12 @@ codes! {
     "istiod and the certificate authority" {
     ISTIOD_ADDRESS_INVALID: "the address of a control plane is not `host:port`", "the control plane is not used", "write the address as host:port, such as istiod.istio-system.svc:15012";
     ISTIOD_NAME_NOT_RESOLVED: "the name of a control plane has no address", "", "check the name, the pod's resolvers in /etc/resolv.conf, and the service: `kubectl get service -n istio-system`";
-    ISTIOD_CONNECTION_REFUSED: "nothing listens on the address of a control plane", "", "is istiod ready, and is the port right? `kubectl get pods,endpoints -n istio-system`";
+    ISTIOD_CONNECTION_REFUSED: "nothing listens on the address of a control plane", "", "check that istiod is ready, and that the port is right: `kubectl get pods,endpoints -n istio-system`";
     ISTIOD_NOT_REACHABLE: "the address of a control plane does not answer", "", "a NetworkPolicy, a firewall or a security group may drop the packets: `kubectl get networkpolicy -A`";
     ISTIOD_NO_ROUTE: "the pod has no route to the address of a control plane", "", "give the pod an address of that family (IPv4 or IPv6), or use a name with addresses of the other family";
     ISTIOD_PROXY_UNREACHABLE: "the HTTP proxy on the way to a control plane does not answer", "", "correct `HTTPS_PROXY`, or add the host of the control plane to `NO_PROXY`";
     ISTIOD_PROXY_REFUSED: "the HTTP proxy does not open a tunnel to a control plane", "", "allow it in the proxy, or add the host of the control plane to `NO_PROXY`";
-    ISTIOD_TIMEOUT: "a control plane accepts a connection and then says nothing", "", "is istiod overloaded, and is the port right? `kubectl get pods,endpoints -n istio-system`";
+    ISTIOD_TIMEOUT: "a control plane accepts a connection and then says nothing", "", "check that istiod is not overloaded, and that the port is right: `kubectl get pods,endpoints -n istio-system`";
     ISTIOD_ROOTS_UNUSABLE: "the file of root certificates for a control plane cannot be used", "the control plane cannot be verified", "mount the ConfigMap istio-ca-root-cert, which istiod writes to each namespace: `kubectl get configmap istio-ca-root-cert`";
     SYSTEM_ROOTS_UNUSABLE: "the operating system has no usable root certificates", "servers cannot be verified", "install the package ca-certificates, or set `SSL_CERT_FILE`";
     ISTIOD_SAN_INVALID: "the expected name of a control plane is neither a DNS name nor an IP address", "", "correct `ISTIOD_SAN` or the address";
@@ -197,10 +197,10 @@ codes! {
     ISTIOD_CERTIFICATE_EXPIRED: "the certificate of a control plane has expired, or the clock of this machine is ahead", "", "compare this clock (`date -u`) with others; if it is right: `kubectl rollout restart deployment/istiod -n istio-system`";
     ISTIOD_CERTIFICATE_NOT_YET_VALID: "the certificate of a control plane is not valid yet, because clocks differ", "", "correct the clock of this machine (`date -u`) or the one of istiod's node";
     ISTIOD_CERTIFICATE_UNUSABLE: "the certificate of a control plane cannot be used", "", "issue another certificate";
-    ISTIOD_TLS_REFUSED: "a control plane ends the TLS handshake", "", "is this istiod's TLS port (15012)? `kubectl logs -n istio-system deployment/istiod` gives the reason";
+    ISTIOD_TLS_REFUSED: "a control plane ends the TLS handshake", "", "check that this is istiod's TLS port (15012); `kubectl logs -n istio-system deployment/istiod` gives the reason";
     ISTIOD_NOT_TLS: "the server does not speak TLS", "", "use istiod's TLS port (15012); for plain text (15010) set `controlPlaneAuthPolicy: NONE`";
     ISTIOD_NOT_GRPC: "the server does not speak HTTP/2, or does not answer in gRPC", "", "use istiod's gRPC port (15012, or 15010 without TLS); a load balancer or proxy at this address must pass HTTP/2, and have a healthy istiod behind it";
-    ISTIOD_CONNECTION_LOST: "a control plane, or something on the way to it, closes a new connection", "", "is istiod ready? `kubectl get pods,endpoints -n istio-system`; a load balancer without a ready istiod, a proxy or a firewall may close connections as well";
+    ISTIOD_CONNECTION_LOST: "a control plane, or something on the way to it, closes a new connection", "", "check that istiod is ready (`kubectl get pods,endpoints -n istio-system`); a load balancer without a ready istiod, a proxy or a firewall may close connections as well";
     CLIENT_CERTIFICATE_REFUSED: "a control plane refuses the client certificate of `PROV_CERT`", "the token is used instead", "renew the certificate, and compare its root with the mesh's";
     CLIENT_CERTIFICATE_UNUSABLE: "the files of `PROV_CERT` are not a key and its certificate", "no connection is made", "replace both files";
     TLS_UNUSABLE: "the cryptographic module does not support the settings of TLS", "no connection is made", "correct `COMPLIANCE_POLICY`";
@@ -214,7 +214,7 @@ codes! {
     ISTIOD_WITHOUT_DELTA: "istiod does not know incremental discovery (delta xDS)", "Envoy gets no configuration", "set `ISTIO_DELTA_XDS=false`";
     ISTIOD_WITHOUT_CA: "the server does not sign certificates", "", "set `CA_ADDR` to the certificate authority, or enable istiod's (`ENABLE_CA_SERVER`)";
     ISTIOD_UNAVAILABLE: "a call ended because istiod or the connection to it did", "", "`kubectl get pods -n istio-system`; a restart of istiod needs no action";
-    ISTIOD_NO_ANSWER: "istiod does not answer a call in time", "", "is istiod overloaded? `kubectl top pods -n istio-system`";
+    ISTIOD_NO_ANSWER: "istiod does not answer a call in time", "", "check that istiod is not overloaded: `kubectl top pods -n istio-system`";
     LISTENERS_MISSING: "istiod has sent Envoy no listeners, or has not answered its request for clusters or listeners", "Envoy serves no traffic, and captured connections fail", "compare `istioctl proxy-status`; is the pod's namespace among discoverySelectors of the mesh, does a Sidecar or EnvoyFilter resource take the listeners away, and does `kubectl logs -n istio-system deployment/istiod` name this pod?";
     ISTIOD_ERROR: "istiod refuses a call for another reason", "", "`kubectl logs -n istio-system deployment/istiod` gives the reason";
     GOOGLE_TOKEN_MISSING: "the token of Google's metadata service cannot be read or stored", "", "give the machine a service account, and the agent write access to the token file";

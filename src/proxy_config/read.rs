@@ -192,7 +192,7 @@ impl Reader<'_> {
         value.or_else(|| {
             let found =
                 if is_secret { format!("{} (not shown)", tree.kind()) } else { tree.describe() };
-            self.problem(node, found, expected(kind))
+            self.problem(node, found, expected(kind, tree))
         })
     }
 
@@ -229,12 +229,15 @@ impl Reader<'_> {
 }
 
 /// Returns the expected form of a value, except for objects.
-fn expected(kind: &Kind) -> Cow<'static, str> {
+fn expected(kind: &Kind, found: &Tree) -> Cow<'static, str> {
     Cow::Borrowed(match kind {
         Kind::Message(_) => "a duration such as 45s or 1m30s",
         Kind::Enum(known) => {
             let names: Vec<_> = known.values().map(|it| it.name().to_owned()).collect();
             return format!("one of {}", names.join(", ")).into();
+        }
+        Kind::String if matches!(found, Tree::Bool(_) | Tree::Number(_)) => {
+            "a string: put the value in quotes"
         }
         Kind::String => "a string",
         Kind::Bool => "true or false",

@@ -77,7 +77,7 @@ fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
         ),
         (
             "a: 1\ntracing:\n  zipkin:\n    address: 5",
-            r#"tracing.zipkin.address of it line 4 is the number 5, expected a string"#,
+            r#"tracing.zipkin.address of it line 4 is the number 5, expected a string: put the value in quotes"#,
         ),
         (
             "drainDuration: 45",
@@ -89,11 +89,11 @@ fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
         ),
         (
             "extraStatTags:\n- a\n- yes",
-            r#"extraStatTags[1] of it line 3 is the boolean true, expected a string"#,
+            r#"extraStatTags[1] of it line 3 is the boolean true, expected a string: put the value in quotes"#,
         ),
         (
             "proxyMetadata:\n  PIN: 1234",
-            r#"proxyMetadata.PIN of it line 2 is a number (not shown), expected a string"#,
+            r#"proxyMetadata.PIN of it line 2 is a number (not shown), expected a string: put the value in quotes"#,
         ),
         ("tracing: 5", r#"tracing of it line 1 is the number 5, expected an object"#),
         (

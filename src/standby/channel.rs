@@ -80,7 +80,11 @@ impl Hello {
     /// Returns the reason why this agent cannot take over from the other one.
     pub fn takeover_blocker(&self, serving: &Self) -> Option<String> {
         let (found, expected) = (&self.hot_restart_version, &serving.hot_restart_version);
-        if found != expected {
+        // A version begins with a digit, the reason why there is none does not.
+        let is_known = |version: &str| version.starts_with(|c: char| c.is_ascii_digit());
+        if !is_known(found) {
+            return Some(format!("the hot restart version of its Envoy is unknown ({found})"));
+        } else if found != expected {
             return Some(format!(
                 "its Envoy has the hot restart version {found}, expected {expected}"
             ));
@@ -289,6 +293,10 @@ mod tests {
         other.hot_restart_version = "11.120".to_owned();
         let found = other.takeover_blocker(&serving).unwrap();
         assert!(found.contains("11.120, expected 11.104"), "{found}");
+        other.hot_restart_version = "/envoy: cannot be run".to_owned();
+        let found = other.takeover_blocker(&serving).unwrap();
+        let unknown = "the hot restart version of its Envoy is unknown (/envoy: cannot be run)";
+        assert_eq!(found, unknown);
     }
 
     #[tokio::test]

@@ -1,15 +1,16 @@
 //! Reads trust anchors from PEM files.
 //!
-//! Broken and expired certificates of a file are left out with a warning; a file without usable ones is an error
-//! with the reason. Expiry is checked here, because path validation ignores the dates of an anchor. Files are read
+//! Broken and expired certificates are left out, which is logged once; a file without usable ones is an error with the
+//! reason. Expiry is checked here, because path validation ignores the dates of an anchor. Files are read
 //! again at each call.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 
@@ -44,13 +45,18 @@ impl fmt::Display for Roots {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(path) => path.display().fmt(f),
-            Self::System(_) => f.write_str("the operating system"),
+            Self::System(_) => f.write_str(SYSTEM),
         }
     }
 }
 
 /// The size limit of a PEM file, which is many times the size of an operating system's bundle.
 pub(crate) const MAX_PEM: u64 = 16 << 20;
+
+const SYSTEM: &str = "the operating system";
+
+/// The lines that were logged about certificates that are left out.
+static LOGGED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// The bundles of different operating systems; the first that exists is used.
 pub const SYSTEM_BUNDLES: [&str; 8] = [
@@ -111,7 +117,7 @@ impl SystemRoots {
                 Err(error) => problems.push(format!("{}: {error}", directory.display())),
             }
         }
-        anchors.finish("the operating system").map_err(|left_out| {
+        anchors.finish(SYSTEM).map_err(|left_out| {
             let problems = problems.join("; ");
             format!("no root certificates found ({left_out}); {problems}")
         })
@@ -175,10 +181,12 @@ impl Anchors {
         if used == 0 {
             return Err(left_out);
         }
-        if self.broken + unusable + self.expired > 0 {
-            tracing::warn!(
-                "root certificates of {source} are ignored: {left_out}; {used} are used"
-            );
+        let line = format!("{used} root certificates of {source} are used; left out: {left_out}");
+        if self.broken + unusable + self.expired > 0 && LOGGED.lock().insert(line.clone()) {
+            match source {
+                SYSTEM => tracing::info!("{line}"),
+                _ => tracing::warn!("{line}"),
+            }
         }
         Ok(TrustAnchors { store: store.into(), certificates: self.valid })
     }

@@ -96,7 +96,7 @@ pub(super) async fn resolve(config: &mut Config) -> Vec<Problem> {
     for (kind, database, id) in users.chain(groups) {
         *id = numbered(database, id.clone()).await;
         if let Id::Name(name) = id {
-            let subject = format!("a {kind} of these arguments");
+            let subject = format!("the {kind} in the arguments");
             let expected = format!("the name of a {kind} of this machine");
             let code = codes::CAPTURE_OPTION_INVALID;
             unknown.push(Problem::value(code, subject, name, expected));

@@ -44,7 +44,7 @@ fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lin
         (
             "--skip-rule-apply -u no-such-user -g 1337",
             1,
-            "a user of these arguments is \"no-such-user\", expected the name of a user of this machine",
+            "the user in the arguments is \"no-such-user\", expected the name of a user of this machine",
         ),
         ("--skip-rule-apply -u root -g root", 0, "--proxy-uid=root --proxy-gid=root "),
         ("--dry-run --old", 255, "unknown flag: --old"),

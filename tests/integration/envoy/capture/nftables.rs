@@ -117,7 +117,7 @@ fn a_transaction_that_fails_changes_nothing_and_says_why() {
     let output = istio_iptables(0, &format!("{REDIRECT} -g no-such-group"));
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    let unknown = "a group of these arguments is \"no-such-group\", expected the name of a group";
+    let unknown = "the group in the arguments is \"no-such-group\", expected the name of a group";
     assert!(said.contains(unknown), "{said}");
     let output = istio_iptables(APPLICATION, REDIRECT);
     let said = text(&output);
