@@ -27,7 +27,7 @@ fn main() -> std::process::ExitCode {
     let prints_data = cli::prints_data(&words);
     let result = match cli::parse(words) {
         Ok(line) => run(line),
-        Err(ParseError::Help(text)) => print(&text).map(|()| ExitCode::Success),
+        Err(ParseError::Help(text)) => print(&text, false).map(|()| ExitCode::Success),
         Err(ParseError::Invalid(text)) => Err(text.into()),
     };
     let code = result.unwrap_or_else(|error| fail(error.as_ref(), prints_data));
@@ -72,6 +72,8 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
     let Cli { log, command, .. } = line.cli;
     let environment = Environment::from_process();
     let success = |text: String| (text, ExitCode::Success);
+    let is_report = matches!(command, Some(Command::Doctor(_) | Command::Preflight(_)));
+    let has_colours = is_report && cli::has_colours(&environment);
     let (text, code) = match command {
         None => success(cli::help()),
         Some(Command::Proxy(flags)) => {
@@ -88,13 +90,15 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
             block_on(doctor::run(&flags, &log, &environment))?
         }
         Some(Command::Preflight(flags)) => {
-            let mut report = preflight::report(&flags.read()?)?;
-            report.retain(flags.level);
-            let text = if flags.json {
-                serde_json::to_string_pretty(&report)?
-            } else {
-                report.to_string()
+            let (level, is_json) = (flags.level, flags.format.is_json());
+            let work = async {
+                tokio::task::spawn_blocking(move || preflight::report(&flags.read()?)).await
             };
+            let line = "reading the pods; JSON (kubectl get -o json) is faster than YAML";
+            let mut report = block_on(cli::with_progress(line, work))???;
+            report.retain(level);
+            let text =
+                if is_json { serde_json::to_string_pretty(&report)? } else { report.to_string() };
             (text, doctor::exit_code(report.level))
         }
         Some(Command::Scope(flags)) => success(block_on(scope::run(&flags, &environment))??),
@@ -102,6 +106,11 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
             let to = support_bundle::open(&flags)?;
             let run = support_bundle::run(&flags, &log, &line.flags, &environment, to);
             block_on(run)??;
+            DONE
+        }
+        Some(Command::Debug(flags)) => {
+            let request = flags.request(&environment, ".".as_ref())?;
+            block_on(request::run(&request, &environment, ".".as_ref(), &mut io::stdout()))??;
             DONE
         }
         Some(Command::Request(flags)) => {
@@ -141,7 +150,7 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
             })
         }
     };
-    print(&text)?;
+    print(&text, has_colours)?;
     Ok(code)
 }
 
@@ -201,9 +210,10 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
     Ok(output)
 }
 
-/// Prints the lines of a text. The last one may lack its line feed.
-fn print(text: &str) -> Result<(), BoxError> {
-    let mut lines = text.lines().map(logging::printable);
+/// Prints the lines of a text, with coloured levels if it is a report. The last one may lack its line feed.
+fn print(text: &str, has_colours: bool) -> Result<(), BoxError> {
+    let lines = text.lines().map(logging::printable);
+    let mut lines = lines.map(|line| if has_colours { cli::coloured(&line) } else { line });
     cli::ignore_closed_pipe(lines.try_for_each(|line| writeln!(io::stdout(), "{line}")))?;
     Ok(())
 }

@@ -12,6 +12,7 @@ use clap::Args;
 use http::{Response, StatusCode};
 use serde_json::json;
 
+use super::FormatFlags;
 use crate::config::environment::Environment;
 use crate::config::flags::{LogFlags, ProxyFlags};
 use crate::config::{self, Config};
@@ -41,9 +42,8 @@ const STARTED_BY_SCRIPT: &str = "PILOT_AGENT_DOCTOR";
 pub struct DoctorFlags {
     #[command(flatten)]
     pub proxy: ProxyFlags,
-    /// Prints JSON.
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub format: FormatFlags,
     /// Prints passed and skipped checks, too.
     #[arg(long)]
     pub verbose: bool,
@@ -69,9 +69,13 @@ pub async fn run(
     let is_terminal = io::stdout().is_terminal();
     let width = if is_terminal { WIDTH } else { usize::MAX };
     match report(&flags.proxy, log, environment).await {
-        Ok(report) if flags.json => (format!("{:#}", json!(report)), exit_code(report.level)),
+        Ok(report) if flags.format.is_json() => {
+            (format!("{:#}", json!(report)), exit_code(report.level))
+        }
         Ok(report) => (report.text(flags.verbose, width), exit_code(report.level)),
-        Err(refusal) if flags.json => (format!("{:#}", json!(refusal)), ExitCode::DoctorRefused),
+        Err(refusal) if flags.format.is_json() => {
+            (format!("{:#}", json!(refusal)), ExitCode::DoctorRefused)
+        }
         Err(refusal) => (refusal.to_string(), ExitCode::DoctorRefused),
     }
 }

@@ -15,12 +15,13 @@ pub mod unknown;
 pub mod version;
 pub mod wait;
 
-use std::io;
+use std::io::{self, IsTerminal};
+use std::time::Duration;
 
 use clap::error::{ContextKind, ErrorKind};
-use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::config::environment;
+use crate::config::environment::{self, Environment};
 use crate::config::flags::{self, Flag, LogFlags, ProxyFlags};
 use crate::net::http_client::{self, Client, Redirects};
 
@@ -58,6 +59,8 @@ pub enum Command {
     Scope(scope::ScopeFlags),
     /// Collects data for a bug report, without secrets, in a .tar.gz.
     SupportBundle(support_bundle::SupportBundleFlags),
+    /// Prints a debug page of the agent, such as xdsz or overview.
+    Debug(request::DebugFlags),
     /// Sends an HTTP request to a port of the agent or of Envoy.
     Request(request::RequestFlags),
     /// Waits until no other container of the pod runs Envoy, and then runs it as that one did.
@@ -74,6 +77,30 @@ pub enum Command {
     /// Removes traffic capture, like istio-iptables --cleanup-only.
     #[command(name = "istio-clean-iptables", mut_args(iptables::flags::with_variables))]
     CleanIptables(Box<iptables::IptablesFlags>),
+}
+
+/// The format of a report.
+#[derive(Args, Clone, Debug)]
+pub struct FormatFlags {
+    /// Output format: text or json.
+    #[arg(short, long, value_parser = format, default_value = "text")]
+    output: String,
+    /// Prints JSON, like -o json.
+    #[arg(long)]
+    json: bool,
+}
+
+impl FormatFlags {
+    pub fn is_json(&self) -> bool {
+        self.json || self.output == "json"
+    }
+}
+
+fn format(text: &str) -> Result<String, String> {
+    match text {
+        "text" | "json" => Ok(text.to_owned()),
+        _ => Err("--output must be 'text' or 'json'".to_owned()),
+    }
 }
 
 /// A parsed command line.
@@ -118,9 +145,40 @@ pub fn prints_data(line: &[String]) -> bool {
     const OTHERS: [&str; 6] =
         ["proxy", "request", "standby", "wait", "istio-iptables", "istio-clean-iptables"];
     let commands = Cli::command();
-    let mut words = line.iter().skip(1);
-    let command = words.find(|word| commands.find_subcommand(word).is_some());
+    let command = unknown::command(line, |word| commands.find_subcommand(word).is_some());
     command.is_some_and(|command| !OTHERS.contains(&command.as_str()))
+}
+
+/// Returns true if levels may be coloured on standard output.
+pub fn has_colours(environment: &Environment) -> bool {
+    let is_plain = environment.text("NO_COLOR").is_some_and(|text| !text.is_empty());
+    !is_plain && io::stdout().is_terminal() && environment.text("TERM") != Some("dumb")
+}
+
+/// Colours the level with which a line of a report begins. The line must be printable.
+pub fn coloured(line: &str) -> String {
+    let text = line.strip_prefix("  ").unwrap_or(line);
+    let word = text.split(' ').next().unwrap_or_default();
+    let colour = match word {
+        "error" => 31,
+        "warning" => 33,
+        "ok" => 32,
+        "skipped" => 2,
+        _ => return line.to_owned(),
+    };
+    line.replacen(word, &format!("\x1b[{colour}m{word}\x1b[0m"), 1)
+}
+
+/// Prints a line on standard error, if that is a terminal and `work` takes more than a second.
+pub async fn with_progress<T>(line: &str, work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    if let Ok(done) = tokio::time::timeout(Duration::from_secs(1), &mut work).await {
+        return done;
+    }
+    if io::stderr().is_terminal() {
+        eprintln!("{line}");
+    }
+    work.await
 }
 
 /// Hides an empty default in the help.
@@ -206,5 +264,7 @@ fn first_line(text: &str) -> String {
 mod fake_server;
 #[cfg(test)]
 mod injection_tests;
+#[cfg(test)]
+mod man_tests;
 #[cfg(test)]
 mod tests;

@@ -48,6 +48,31 @@ pub struct RequestFlags {
     ignored: Vec<String>,
 }
 
+#[derive(Args, Clone, Debug)]
+pub struct DebugFlags {
+    /// Page, such as overview, xdsz, istiod, certs, envoy, ndsz, wasm, health, standby, scope, config, log, logging or
+    /// doctor.
+    page: String,
+}
+
+impl DebugFlags {
+    /// Returns the request for the page, to the agent's status port.
+    pub fn request(
+        &self,
+        environment: &Environment,
+        root: &Path,
+    ) -> Result<RequestFlags, BoxError> {
+        let port = config::status_port(environment, root);
+        Ok(RequestFlags {
+            debug_port: port.ok_or("the agent has no status port (statusPort is 0)")?.into(),
+            method: "GET".to_owned(),
+            path: format!("debug/{}", self.page),
+            body: String::new(),
+            ignored: Vec::new(),
+        })
+    }
+}
+
 /// Sends the request and writes the body of the response to `output`. `root` is the agent's working directory.
 ///
 /// A drain by a standby container is not sent, because its preStop hook would drain the other container.
@@ -191,6 +216,21 @@ mod tests {
         let answer = run(&flags(1, "drain"), &environment, Path::new(""), &mut Vec::new()).await;
         let error = answer.expect_err("no listener");
         assert!(error.to_string().starts_with("cannot connect"), "{error}");
+    }
+
+    #[test]
+    fn a_debug_page_is_requested_from_the_status_port_of_the_pod() {
+        let page = DebugFlags { page: "xdsz".to_owned() };
+        for (config, expected) in
+            [("{}", Some(15020)), ("statusPort: 7", Some(7)), ("statusPort: 0", None)]
+        {
+            let environment = [("PROXY_CONFIG", config)].into_iter().collect();
+            let request = page.request(&environment, Path::new("")).ok();
+            assert_eq!(request.as_ref().map(|it| it.debug_port), expected, "{config}");
+            if let Some(RequestFlags { method, path, .. }) = request {
+                assert_eq!((method.as_str(), path.as_str()), ("GET", "debug/xdsz"));
+            }
+        }
     }
 
     #[tokio::test]

@@ -10,6 +10,7 @@ use clap::Args;
 use http::Request;
 use serde::Deserialize;
 
+use super::FormatFlags;
 use super::doctor::quoted;
 use super::show::{MAX_INPUT, read_input};
 use crate::config;
@@ -24,9 +25,9 @@ const MAX_RESPONSE: usize = 16 << 20;
 
 #[derive(Args, Clone, Debug)]
 pub struct ScopeFlags {
-    /// Prints the services in use as JSON, for --merge.
-    #[arg(long)]
-    json: bool,
+    /// The text is a Sidecar resource; JSON is the list of the services in use, for --merge.
+    #[command(flatten)]
+    format: FormatFlags,
     /// Merges the JSON output of several pods of one workload. Each file holds one or more outputs.
     #[arg(long, num_args = 1.., value_name = "FILE")]
     merge: Vec<PathBuf>,
@@ -50,7 +51,7 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
     } else {
         merged(&flags.merge, MAX_INPUT)?
     };
-    if flags.json {
+    if flags.format.is_json() {
         return Ok(serde_json::to_string_pretty(&usage)?);
     }
     let keep = Keep { hosts: flags.keep.clone(), looked_up: flags.include_asked };

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
+use super::FormatFlags;
 use crate::bootstrap::{platform, show};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
@@ -50,9 +51,8 @@ pub struct PreflightFlags {
     /// Leaves out findings below this level. The exit code does not change.
     #[arg(long, value_enum, default_value_t = Level::Skipped)]
     pub level: Level,
-    /// Prints JSON.
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub format: FormatFlags,
 }
 
 impl PreflightFlags {

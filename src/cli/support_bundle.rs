@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde_json::json;
 
-use super::{doctor, ignore_closed_pipe};
+use super::{doctor, ignore_closed_pipe, with_progress};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
@@ -100,7 +100,9 @@ pub async fn run(
             Err(refused) => (refused.to_string(), json!(refused)),
         }
     };
-    let bundle = support_bundle::collect(&sources, secrets, doctor).await;
+    let collecting = support_bundle::collect(&sources, secrets, doctor);
+    let bundle =
+        with_progress("collecting configuration, debug pages and checks", collecting).await;
     let written = ignore_closed_pipe(bundle.write(&mut output));
     written.map_err(|error| unusable("support bundle", error).into())
 }

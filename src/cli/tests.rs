@@ -44,6 +44,8 @@ fn an_unknown_flag_of_proxy_is_reported_and_keeps_the_type() {
         ("pilot-agent --old proxy router", "--old"),
         ("pilot-agent --old value proxy router", "--old and the word after it"),
         ("pilot-agent --log_target proxy proxy -x=1 router", "-x"),
+        ("pilot-agent --log_output_level debug proxy --old router", "--old"),
+        ("pilot-agent proxy --old debug router", "--old and the word after it"),
     ] {
         let (flags, _, unknown) = proxy(line);
         assert_eq!(flags.kind, NodeType::Router, "{line}");
@@ -242,4 +244,78 @@ fn further_words_are_ignored_where_pilot_agent_ignores_them() {
     }
     typed("pilot-agent istio-iptables now -p 15001 then").expect("a line");
     assert!(typed("pilot-agent completion bash now").is_err());
+}
+
+#[test]
+fn reports_are_text_or_json() {
+    let format = |flags: &str| match typed(&format!("pilot-agent {flags}")).unwrap().cli.command {
+        Some(Command::Doctor(flags)) => flags.format,
+        Some(Command::Preflight(flags)) => flags.format,
+        other => panic!("{other:?}"),
+    };
+    for command in ["doctor", "preflight"] {
+        for (flags, is_json) in [
+            ("-o text", false),
+            ("-o json", true),
+            ("--output=json", true),
+            ("--json", true),
+            ("--json -o text", true),
+            ("-o json -o text", false),
+        ] {
+            assert_eq!(format(&format!("{command} {flags}")).is_json(), is_json, "{flags}");
+        }
+        assert!(!format(command).is_json());
+        let invalid = typed(&format!("pilot-agent {command} -o yaml")).unwrap_err();
+        let text = format!("{invalid:?}");
+        assert!(text.contains("--output must be 'text' or 'json'"), "{text}");
+    }
+}
+
+#[test]
+fn only_the_level_at_the_beginning_of_a_line_is_coloured() {
+    for (line, expected) in [
+        ("error    a: b", "\u{1b}[31merror\u{1b}[0m    a: b"),
+        ("  warning  error: b", "  \u{1b}[33mwarning\u{1b}[0m  error: b"),
+        ("  ok       a", "  \u{1b}[32mok\u{1b}[0m       a"),
+        ("skipped  a", "\u{1b}[2mskipped\u{1b}[0m  a"),
+        ("           error again", "           error again"),
+        ("errors: 1, warnings: 0", "errors: 1, warnings: 0"),
+        ("error", "\u{1b}[31merror\u{1b}[0m"),
+        ("", ""),
+    ] {
+        assert_eq!(coloured(line), expected);
+    }
+}
+
+#[test]
+fn no_output_is_coloured_that_is_not_a_terminal_of_an_operator() {
+    // The tests' output is captured.
+    for variables in [vec![], vec![("NO_COLOR", "1")], vec![("TERM", "dumb")]] {
+        assert!(!has_colours(&variables.into_iter().collect()));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn work_with_progress_ends_with_its_result() {
+    for seconds in [0, 2] {
+        let work = async {
+            tokio::time::sleep(Duration::from_secs(seconds)).await;
+            seconds
+        };
+        assert_eq!(with_progress("", work).await, seconds);
+    }
+}
+
+#[test]
+fn debug_is_a_command_only_at_the_beginning_of_a_line() {
+    let line = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    for (text, is_data) in [
+        ("pilot-agent debug xdsz", true),
+        ("pilot-agent --log_output_level debug proxy", false),
+        ("pilot-agent --log_output_level debug config", true),
+    ] {
+        assert_eq!(prints_data(&line(text)), is_data, "{text}");
+    }
+    let command = typed("pilot-agent debug xdsz").unwrap().cli.command;
+    assert!(matches!(command, Some(Command::Debug(_))), "{command:?}");
 }

@@ -9,6 +9,15 @@ use clap::{ArgMatches, Command};
 
 const NODE_TYPES: &[&str] = &["sidecar", "router", "waypoint", "ztunnel", "agentgateway"];
 
+/// The command that is also a level of the log, so that it is a command at the beginning of a line only.
+const DEBUG: &str = "debug";
+
+/// Returns the command of a line, whose first word is the program.
+pub(super) fn command(line: &[String], is_command: impl Fn(&str) -> bool) -> Option<&String> {
+    let mut words = line.iter().enumerate().skip(1);
+    words.find(|(index, word)| is_command(word) && (*index == 1 || *word != DEBUG)).map(|it| it.1)
+}
+
 /// Parses the line without unknown flags, if they are tolerated. Also returns these flags as typed, with the
 /// nearest known flag.
 pub fn parse(
@@ -17,10 +26,11 @@ pub fn parse(
 ) -> (Result<ArgMatches, clap::Error>, Vec<String>) {
     let commands = cli.get_subcommands().map(Command::get_name);
     let commands: Vec<_> = commands.chain(["help"]).map(str::to_owned).collect();
-    let command = line.iter().skip(1).find(|word| commands.contains(word));
-    let is_tolerated = command.is_none_or(|name| name == "proxy");
+    let is_command = |word: &str| commands.iter().any(|name| name == word);
+    let is_tolerated = command(&line, is_command).is_none_or(|name| name == "proxy");
     let may_be_a_value = |word: &String| {
-        let is_named = commands.contains(word) || NODE_TYPES.contains(&word.as_str());
+        let is_command = is_command(word) && word != DEBUG;
+        let is_named = is_command || NODE_TYPES.contains(&word.as_str());
         !word.starts_with('-') && !is_named
     };
     let mut unknown = Vec::new();
