@@ -15,7 +15,7 @@ pub mod unknown;
 pub mod version;
 pub mod wait;
 
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use clap::error::{ContextKind, ErrorKind};
@@ -82,8 +82,8 @@ pub enum Command {
 /// The format of a report.
 #[derive(Args, Clone, Debug)]
 pub struct FormatFlags {
-    /// Output format: text or json.
-    #[arg(short, long, value_parser = format, default_value = "text")]
+    /// Output format.
+    #[arg(short, long, value_parser = ["text", "json"], default_value = "text")]
     output: String,
     /// Prints JSON, like -o json.
     #[arg(long)]
@@ -93,13 +93,6 @@ pub struct FormatFlags {
 impl FormatFlags {
     pub fn is_json(&self) -> bool {
         self.json || self.output == "json"
-    }
-}
-
-fn format(text: &str) -> Result<String, String> {
-    match text {
-        "text" | "json" => Ok(text.to_owned()),
-        _ => Err("--output must be 'text' or 'json'".to_owned()),
     }
 }
 
@@ -159,14 +152,11 @@ pub fn has_colours(environment: &Environment) -> bool {
 pub fn coloured(line: &str) -> String {
     let text = line.strip_prefix("  ").unwrap_or(line);
     let word = text.split(' ').next().unwrap_or_default();
-    let colour = match word {
-        "error" => 31,
-        "warning" => 33,
-        "ok" => 32,
-        "skipped" => 2,
-        _ => return line.to_owned(),
-    };
-    line.replacen(word, &format!("\x1b[{colour}m{word}\x1b[0m"), 1)
+    let colours = [("error", 31), ("warning", 33), ("ok", 32), ("skipped", 2)];
+    match colours.iter().find(|(level, _)| *level == word) {
+        Some((_, colour)) => line.replacen(word, &format!("\x1b[{colour}m{word}\x1b[0m"), 1),
+        None => line.to_owned(),
+    }
 }
 
 /// Prints a line on standard error, if that is a terminal and `work` takes more than a second.
@@ -175,8 +165,9 @@ pub async fn with_progress<T>(line: &str, work: impl Future<Output = T>) -> T {
     if let Ok(done) = tokio::time::timeout(Duration::from_secs(1), &mut work).await {
         return done;
     }
-    if io::stderr().is_terminal() {
-        eprintln!("{line}");
+    let mut stderr = io::stderr();
+    if stderr.is_terminal() {
+        let _ = writeln!(stderr, "{line}"); // The terminal may be gone.
     }
     work.await
 }
@@ -246,7 +237,10 @@ fn one_sentence(error: &clap::Error) -> String {
         }
         ErrorKind::UnknownArgument => format!("unexpected word {word:?}"),
         ErrorKind::MissingRequiredArgument => format!("expected {word}"),
-        _ => first_line(&error.to_string()),
+        _ => match error.get(ContextKind::ValidValue) {
+            Some(values) => format!("{}, expected {values}", first_line(&error.to_string())),
+            None => first_line(&error.to_string()),
+        },
     }
 }
 

@@ -267,7 +267,7 @@ fn reports_are_text_or_json() {
         assert!(!format(command).is_json());
         let invalid = typed(&format!("pilot-agent {command} -o yaml")).unwrap_err();
         let text = format!("{invalid:?}");
-        assert!(text.contains("--output must be 'text' or 'json'"), "{text}");
+        assert!(text.contains("for '--output <OUTPUT>', expected text, json"), "{text}");
     }
 }
 

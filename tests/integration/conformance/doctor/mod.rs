@@ -458,7 +458,7 @@ async fn each_fault_of_the_way_to_istiod_is_named_with_its_cure() {
             }
             Fault::new(
                 place,
-                ("ISTIOD_CONNECTION_REFUSED", &["CA_ADDR", &dead], &["is the port right"]),
+                ("ISTIOD_CONNECTION_REFUSED", &["CA_ADDR", &dead], &["that the port is right"]),
             )
             .with((istiod, agent))
         });
@@ -633,16 +633,22 @@ async fn a_caller_without_permission_gets_one_sentence_and_an_exit_code() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_line_is_wider_than_a_terminal() {
+async fn on_a_terminal_no_line_is_too_wide_and_levels_have_colours() {
     let istiod = answering_istiod().await;
-    let place = Place::of(&istiod);
-    // `script` gives the command a terminal.
-    let place = place.started_by(&["sh", "-c", "exec script -qec \"$*\" /dev/null", "-"]);
-    let output = block_in_place(|| place.run(&["doctor", "--verbose"]));
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(text.starts_with("no agent answers"), "{text}");
-    let widths = text.lines().map(|line| line.trim_end().chars().count());
-    assert!(widths.max() <= Some(120), "{text}");
+    for (variables, has_colours) in [("TERM=xterm", true), ("TERM=xterm NO_COLOR=1", false)] {
+        // `script` gives the command a terminal.
+        let script = format!("{variables} exec script -qec \"$*\" /dev/null");
+        let place = Place::of(&istiod).started_by(&["sh", "-c", &script, "-"]);
+        let output = block_in_place(|| place.run(&["doctor", "--verbose"]));
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(text.starts_with("no agent answers"), "{text}");
+        assert_eq!(text.contains("\u{1b}[31merror\u{1b}[0m "), has_colours, "{text:?}");
+        let colours = ["\u{1b}[31m", "\u{1b}[33m", "\u{1b}[32m", "\u{1b}[2m", "\u{1b}[0m"];
+        let plain = colours.iter().fold(text, |text, colour| text.replace(colour, ""));
+        assert!(!plain.contains('\u{1b}'), "{plain:?}");
+        let widths = plain.lines().map(|line| line.trim_end().chars().count());
+        assert!(widths.max() <= Some(120), "{plain}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
