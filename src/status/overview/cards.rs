@@ -112,11 +112,9 @@ impl View {
             Value::Number(number) => match number.as_f64() {
                 Some(seconds) if name.ends_with("_seconds") => html! { (rounded_seconds(seconds)) },
                 Some(ms) if name.ends_with("_ms") => html! { (rounded_seconds(ms / 1e3)) },
-                Some(bytes) if name.ends_with("bytes") && bytes < 1e6 => {
-                    html! { (format!("{:.1} kB", bytes / 1e3)) }
-                }
                 Some(bytes) if name.ends_with("bytes") => {
-                    html! { (format!("{:.1} MB", bytes / 1e6)) }
+                    let (size, unit) = if bytes < 1e6 { (1e3, "kB") } else { (1e6, "MB") };
+                    html! { (format!("{:.1} {unit}", bytes / size)) }
                 }
                 _ => html! { (number.to_string()) },
             },
@@ -178,10 +176,11 @@ impl View {
         html! {
             @for secret in secrets {
                 @let certificates = list(&secret["certificates"]);
+                @let is_workload = secret["name"] == "default";
                 h3 {
-                    (if secret["name"] == "default" { "Workload certificate " } else { "Root certificates " })
+                    (if is_workload { "Workload certificate " } else { "Root certificates " })
                     @if certificates.is_empty() { (pill(Level::Warning, "none")) }
-                    @else if secret["name"] == "default" && !secret["next_renewal"].is_null() {
+                    @else if is_workload && !secret["next_renewal"].is_null() {
                         small { "renewal " (self.relative(&secret["next_renewal"])) }
                     }
                 }

@@ -402,6 +402,7 @@ fn the_bar_of_a_certificate_shows_how_much_of_its_life_has_passed() {
         for words in [format!("left:0.0%;width:{width}%"), format!("<b class=\"{word}</b>")] {
             assert!(html.contains(&words), "{words}: {html}");
         }
+        assert!(!html.contains("renewal"), "a certificate that another process renews: {html}");
     }
 }
 
