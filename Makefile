@@ -23,7 +23,7 @@ aarch64 := aarch64-unknown-linux-gnu
 # AARCH64=1 builds image, packages and release for aarch64, too.
 both := $(filter-out 0,$(AARCH64))
 
-.PHONY: help envoy build local-istiod image image-aarch64 release-aarch64 cluster compare istio-tests cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
+.PHONY: help envoy build local-istiod image image-aarch64 release-aarch64 cluster compare matplotlib pictures istio-tests cluster-stop release aarch64 deny deb package demo demo-stop test fuzz bench lint
 
 help: ## Lists these commands.
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -98,9 +98,19 @@ cluster: $(if $(CONTEXT),,needs-cluster) $(if $(CONTEXT)$(LAYOUT),,image) ## Run
 	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(VARIABLES:%=--variable %) --only "$(ONLY)" \
 	  $(if $(filter-out 0,$(KEEP)),--keep)
 
-compare: needs-compare image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md. ONLY=measured_pods repeats a part.
-	@python3 -B tests/cluster/main.py --folder $(target)/cluster --layout $(or $(LAYOUT),$(target)/image/oci) \
+compare: needs-compare matplotlib image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md. ONLY=measured_pods repeats a part.
+	@PYTHONPATH=$(matplotlib) python3 -B tests/cluster/main.py --folder $(target)/cluster --layout $(or $(LAYOUT),$(target)/image/oci) \
 	  --agent $(target)/release/pilot-agent --envoy "$$(deploy/envoy/get-envoy)" --write docs/comparison.md --only "$(ONLY)" $(if $(filter-out 0,$(KEEP)),--keep)
+
+matplotlib := $(tools)/$(shell cat tests/cluster/requirements.txt)
+# Without PyPI the pictures stay as they are.
+matplotlib: export PIP_ROOT_USER_ACTION := ignore
+matplotlib:
+	@[[ -d $(matplotlib) ]] || { rm -rf $(matplotlib).new && python3 -m pip install --quiet --target $(matplotlib).new \
+	  --requirement tests/cluster/requirements.txt && mv $(matplotlib).new $(matplotlib); } || true
+
+pictures: matplotlib ## Draws the pictures of docs/comparison.md again, with matplotlib from PyPI.
+	@PYTHONPATH=$(matplotlib) python3 -B tests/cluster/draw.py docs/comparison.md docs
 
 istio-tests: needs-istio-tests $(if $(LAYOUT),,image) ## Runs Istio's integration tests with this agent (as root), or with pilot-agent: AGENT=go. SUITE=security runs a part.
 	@python3 -B tests/istio/main.py --folder $(target)/istio-tests --layout $(or $(LAYOUT),$(target)/image/oci) \

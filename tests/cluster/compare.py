@@ -15,12 +15,14 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import urllib.request
 
 import cases
+import draw
 import standby
 from programs import ISTIODS, programs
 from world import GO, ISTIOD, OURS, Failed, Load, Skipped
@@ -56,6 +58,59 @@ NOTES = {
     "cases": "Each row is a case of `make cluster`. The server's pod ran pilot-agent in the first column and istio-agent in the second; "
              "clients ran both agents.",
 }
+# The cases of the page, and what each row says.
+SENTENCES = {
+    "pods_deleted_evicted_rolled_out_and_scaled_fail_no_request":
+        "No request fails while pods are deleted, evicted, rolled out and scaled.",
+    "istiod_restarted_scaled_to_nothing_and_of_another_version_fails_no_request":
+        "No request fails while istiod is restarted, scaled to nothing, and replaced by another version.",
+    "pods_of_every_kind_capture_traffic_both_ways_with_mutual_tls":
+        "Pods of every kind capture traffic in both directions, with mutual TLS.",
+    "a_dual_stack_pod_captures_both_families":
+        "A dual-stack pod captures traffic of both IP families.",
+    "native_nftables_capture_traffic":
+        "Native nftables rules capture traffic.",
+    "the_proxy_runs_as_another_user":
+        "The proxy runs as another user.",
+    "istios_cni_plugin_captures_traffic_of_pods_without_privileges":
+        "Istio's CNI plugin captures the traffic of pods without privileges.",
+    "istios_cni_plugin_captures_traffic_by_nftables_of_either_agent_of_tproxy_and_of_another_user":
+        "Istio's CNI plugin captures traffic by nftables: of either agent, with TPROXY, and of another user.",
+    "istios_cni_plugin_labels_repairs_and_deletes_pods_whose_istio_validation_has_failed":
+        "Istio's CNI plugin labels, repairs and deletes pods whose `istio-validation` has failed.",
+    "the_doctor_finds_nothing_on_a_busy_node":
+        "The doctor finds nothing on a busy node.",
+    "a_job_with_a_native_sidecar_calls_the_mesh_from_its_init_container_and_completes":
+        "A Job with a native sidecar calls the mesh from its init container, and completes.",
+    "probes_of_all_four_kinds_are_rewritten_and_tell_the_applications_state":
+        "Probes of all four kinds are rewritten, and report the application's state.",
+    "an_application_held_until_the_proxy_starts_reaches_the_mesh_at_its_first_try":
+        "An application that is held until the proxy starts reaches the mesh at its first try.",
+    "requests_under_way_end_well_when_their_pod_is_deleted":
+        "Requests that are running when their pod is deleted end well.",
+    "a_pod_whose_application_never_starts_is_deleted_without_delay":
+        "A pod whose application never starts is deleted without delay.",
+    "gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_without_a_failed_request":
+        "Gateways, injected or of the Gateway API, let traffic in, and are replaced without a failed request.",
+    "a_machine_registers_itself_tells_its_health_and_has_traffic_both_ways":
+        "A machine registers itself, reports its health, and has traffic in both directions.",
+    "wasm_modules_by_http_and_from_a_registry_run_and_a_wrong_digest_fails_open_or_closed":
+        "Wasm modules run, by HTTP and from a registry; with a wrong digest, the filter fails open or closed.",
+    "last_known_good_configuration_serves_while_istiod_is_unreachable":
+        "The last known good configuration serves while istiod is unreachable.",
+    "a_restarted_container_serves_while_istiod_sends_a_listener_that_envoy_refuses":
+        "A restarted container serves while istiod sends a listener that Envoy rejects.",
+    "a_crashed_envoy_restarts_in_its_container_until_its_budget_is_used_up":
+        "A crashed Envoy restarts in its container, until its budget is used up.",
+    "a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit":
+        "A Job completes when it ends its sidecar, by a signal or by `/quitquitquit`.",
+    "a_sidecar_is_upgraded_in_place_and_its_application_runs_on":
+        draw.UPGRADE,
+    "a_client_of_grpc_without_envoy_calls_with_mutual_tls_and_no_request_fails":
+        "A gRPC client without Envoy calls with mutual TLS, and no request fails.",
+    "the_root_is_rotated_by_cacerts_and_no_request_fails":
+        "No request fails while the root is rotated by `cacerts`.",
+}
 
 
 class Page:
@@ -87,7 +142,8 @@ class Page:
         parts = [head]
         for key, rows in self.rows.items():
             table = ["| | pilot-agent | istio-agent | better |", "|---|---|---|---|", *rows.values()]
-            parts += [f"## {HEADINGS[key]}", *([NOTES[key]] if key in NOTES else []), "\n".join(table)]
+            picture = [f"![{title}]({name})" for name, title in [draw.PICTURES[key]]] if key in draw.PICTURES else []
+            parts += [f"## {HEADINGS[key]}", *([NOTES[key]] if key in NOTES else []), *picture, "\n".join(table)]
         return "\n\n".join(parts) + "\n"
 
 
@@ -110,6 +166,8 @@ class Comparison:
     def __init__(self, world, options):
         self.world, self.options = world, options
         self.page = Page(options.write, bool(options.only))
+        # A case without a sentence is found now, not after hours.
+        self.claims = [(claim, SENTENCES[claim.__name__]) for _, _, _, claim in cases.CASES if "agent" in inspect.signature(claim).parameters]
         self.cluster = world.cluster
         # Programs that cases need are built first, because nothing can be downloaded in the cluster's network.
         for name in ISTIODS:
@@ -140,6 +198,8 @@ class Comparison:
             self.cases()
         finally:
             self.options.write.write_text(self.page.written(self.head()))
+            for problem in draw.pictures(self.options.write, self.options.write.parent):
+                print(problem, file=sys.stderr)
 
     def head(self):
         model = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
@@ -207,7 +267,8 @@ once. A difference of less than 10 % counts as equal.
                     return f"ready after {alone.until(ready, 20):.1f} s"
                 except Failed:
                     code = alone.process.poll()
-                    return "not ready" if code is None else f"exits with {code}: `{alone.lines[-1][1].strip()[:200]}`"
+                    says = "says" if "no space left" in alone.lines[-1][1].lower() else "does not say"
+                    return "not ready" if code is None else f"exits with {code}, and {says} that no space is left"
         self.page.text("faults", "start with a full disk", {agent: measure(agent) for agent in AGENTS})
 
     def token(self, expired=False):
@@ -432,8 +493,8 @@ once. A difference of less than 10 % counts as equal.
         return held
 
     def cases(self):
-        for _, _, _, claim in cases.CASES:
-            if "agent" in inspect.signature(claim).parameters and re.search(self.options.only, claim.__name__):
+        for claim, sentence in self.claims:
+            if re.search(self.options.only, claim.__name__):
                 told = {}
                 for agent in AGENTS:
                     try:
@@ -441,10 +502,11 @@ once. A difference of less than 10 % counts as equal.
                     except Skipped as why:
                         told[agent] = f"not run: {why}"
                     except (Failed, RuntimeError, OSError, LookupError, ValueError) as why:
-                        told[agent] = f"**fails**: {str(why)[:120]}"
+                        # What the last command has printed is not for the page.
+                        told[agent] = f"**fails**: {str(why).partition(': kubectl ')[0][:120]}"
                     self.world.until("ended pods are gone", lambda: not any(
                         pod["metadata"].get("deletionTimestamp") for pod in self.world.get("pods")["items"]), 120)
-                self.page.text("cases", claim.__name__.replace("_", " "), {agent: text.replace("|", "\\|").replace("\n", " ") for agent, text in told.items()})
+                self.page.text("cases", sentence, {agent: text.replace("|", "\\|").replace("\n", " ") for agent, text in told.items()})
 
 
 class Most:
