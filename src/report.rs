@@ -16,7 +16,8 @@ const MAX_TEXT: usize = 1000;
 /// The indentation of the second and later lines of a finding.
 const INDENT: &str = "           ";
 /// The codes of problems that are warnings, unless a check sets another level.
-const WARNINGS: [&Code; 20] = [
+const WARNINGS: [&Code; 21] = [
+    codes::CAPTURE_BYPASSED,
     codes::CERTIFICATE_EXPIRES_SOON,
     codes::CIRCUIT_BREAKER_OPEN,
     codes::DNS_RESOLVER_INVALID,

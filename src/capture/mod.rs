@@ -5,9 +5,11 @@
 //! families as one ordered model. [`iptables`] and [`nftables`] render, apply and read them, under the
 //! [`lock`] of the network namespace; [`routes`] adds the routes that they need. [`packet`] simulates the
 //! rules, and [`explain`] describes the result in words. [`verify`] compares the rules of a machine with
-//! the model. [`validation`] opens a connection to check that traffic is captured. The configuration
+//! the model. [`bypass`] finds connections that do not get to
+//! Envoy, whatever the settings. [`validation`] opens a connection to check that traffic is captured. The configuration
 //! depends only on the settings and on what callers found on the machine ([`config::Host`]).
 
+pub mod bypass;
 pub mod config;
 pub mod explain;
 pub mod iptables;

@@ -3,17 +3,22 @@
 //! Most settings of the rules belong to another container or to istio-cni. The checks therefore simulate only packets
 //! whose redirection does not depend on them.
 
+use std::collections::HashSet;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::ops::RangeInclusive;
+use std::path::Path;
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use rustix::process::{getegid, geteuid};
 use serde_json::Value;
-use tokio::net::TcpStream;
+use tokio::net::TcpSocket;
 use tokio::time::timeout;
 
-use super::{PROBE_LIMIT, Subject};
+use super::{PROBE_LIMIT, Subject, run_blocking};
+use crate::bootstrap::node::Node;
+use crate::capture::bypass;
 use crate::capture::layout::Layout;
 use crate::capture::packet::{Decision, Packet, Sender, simulate};
 use crate::capture::rules::{Chain, Family, Protocol};
@@ -22,6 +27,7 @@ use crate::config::Config;
 use crate::problem::{Code, Problem, codes};
 use crate::program::PATH;
 use crate::report::Check;
+use crate::runtime::usage::{self, LISTEN, Socket};
 
 const NAME: &str = "rules";
 /// Envoy's ports for captured traffic, unless the mesh configuration has others.
@@ -29,6 +35,14 @@ const OUTBOUND: u16 = 15001;
 const INBOUND: u16 = 15006;
 /// The destination port of the test connection, as in istio-validation.
 const TEST_PORT: u16 = 15002;
+/// The ports of Envoy and the agent.
+const SIDECAR: RangeInclusive<u16> = 15000..=15090;
+/// On machines, Istio does not capture SSH.
+const SSH: u16 = 22;
+/// The states of a TCP socket in proc_net(5) after a handshake.
+const HAS_BEEN_OPEN: [u8; 7] = [0x01, 0x04, 0x05, 0x06, 0x08, 0x09, 0x0B];
+const UNCHECKED: &str =
+    "not checked; `istio-iptables --verify` compares the rules in a debug container with NET_ADMIN";
 /// Envoy's user in Istio's images.
 const PROXY: u32 = 1337;
 /// The time limit of a connection over lo.
@@ -71,10 +85,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     let layout = match timeout(PROBE_LIMIT, verify::read_rules(family, PATH)).await {
         Ok(Ok(layout)) => layout,
-        Ok(Err(problem)) => return vec![test_connection(subject, family, &problem.found).await],
+        Ok(Err(problem)) => return unread_rules(subject, family, &problem.found).await,
         Err(_) => {
             let why = "the program that reads them does not end";
-            return vec![test_connection(subject, family, why).await];
+            return unread_rules(subject, family, why).await;
         }
     };
     let version = if family == Family::V4 { "IPv4" } else { "IPv6" };
@@ -84,6 +98,10 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
         return vec![error(codes::CAPTURE_RULES_MISSING, found)];
     }
     let mut checks = simulated_connections(&layout, family, envoy_ids(subject));
+    let [_, _, peer] = addresses(family);
+    let mut own = subject.config.bootstrap.node.addresses.iter();
+    let pod = own.find(|address| address.is_ipv4() == peer.is_ipv4()).map_or(peer, |it| *it);
+    checks.extend(bypass::find(&layout, family, [pod, peer]).iter().map(Check::from));
     checks.extend(layout.earlier_dns.iter().map(|rule| {
         let found = format!("a DNS rule of an earlier version of Istio: {rule}");
         error(codes::CAPTURE_RULES_EARLIER, found)
@@ -102,6 +120,66 @@ fn error(code: &'static Code, found: String) -> Check {
     Check::from(&Problem::new(code, NAME, found))
 }
 
+/// Checks rules that cannot be read, by their effects.
+async fn unread_rules(subject: Subject<'_>, family: Family, why: &str) -> Vec<Check> {
+    let mut checks = vec![test_connection(subject, family, why).await];
+    let node = &subject.config.bootstrap.node;
+    let mode = node.metadata.get("INTERCEPTION_MODE").and_then(Value::as_str);
+    // In TPROXY mode, Envoy's connections to the application have the address of the client.
+    let sockets = match mode {
+        Some("REDIRECT") => run_blocking(|| usage::sockets(Path::new("/"))).await,
+        _ => Ok(Vec::new()),
+    };
+    let users = [envoy_ids(subject).0, geteuid().as_raw()];
+    let sockets = sockets.unwrap_or_default();
+    if let Some(socket) = uncaptured(&sockets, family, users, node) {
+        let Socket { local, remote, .. } = socket;
+        let found = format!("a connection from {remote} has reached {local} without Envoy");
+        checks.push(error(codes::CAPTURE_BYPASSED, found));
+    }
+    checks
+}
+
+/// Finds a connection of another machine to a port of an application, which other users than Envoy's have. A captured
+/// one comes from Envoy, over a loopback address.
+fn uncaptured<'a>(
+    sockets: &'a [Socket],
+    family: Family,
+    users: [u32; 2],
+    node: &Node,
+) -> Option<&'a Socket> {
+    let mut locals: HashSet<_> = sockets.iter().map(|it| it.local.ip()).collect();
+    locals.extend(&node.addresses);
+    let [_, envoy, outside] = addresses(family);
+    let listeners = sockets.iter().filter(|it| it.state == LISTEN);
+    let (envoys, others): (Vec<_>, Vec<_>) = listeners.partition(|it| users.contains(&it.user));
+    let [envoys, others] =
+        [envoys, others].map(|it| it.iter().map(|it| it.local.port()).collect::<HashSet<_>>());
+    sockets.iter().find(|Socket { local, remote, state, .. }| {
+        let (port, peer) = (local.port(), remote.ip());
+        HAS_BEEN_OPEN.contains(state)
+            && local.is_ipv4() == outside.is_ipv4()
+            && node.addresses.contains(&local.ip())
+            && !(peer.is_loopback() || peer == envoy || locals.contains(&peer))
+            && others.contains(&port)
+            && !envoys.contains(&port)
+            && !is_spared(node, port)
+    })
+}
+
+/// Returns true if Istio or an annotation of the pod does not capture a port.
+fn is_spared(node: &Node, port: u16) -> bool {
+    let has = |name: &str| {
+        let annotations = node.metadata.get("ANNOTATIONS")?;
+        let list = annotations.get(format!("traffic.sidecar.istio.io/{name}"))?.as_str()?;
+        Some(list.split(',').any(|it| it.trim() == "*" || it.trim() == port.to_string()))
+    };
+    SIDECAR.contains(&port)
+        || port == SSH
+        || has("excludeInboundPorts") == Some(true)
+        || has("includeInboundPorts") == Some(false)
+}
+
 /// Opens a test connection if the rules cannot be read, as istio-validation does: connections of Envoy's user over
 /// lo to an address of the pod are redirected to Envoy.
 async fn test_connection(subject: Subject<'_>, family: Family, why: &str) -> Check {
@@ -114,8 +192,11 @@ async fn test_connection(subject: Subject<'_>, family: Family, why: &str) -> Che
     }
     let [loopback, inbound, _] = addresses(family);
     let (call, envoy) = ((inbound, TEST_PORT).into(), (loopback, INBOUND).into());
-    match tokio::join!(connects(call), connects(envoy)) {
-        (Ok(()), _) => Check::ok(NAME, format!("a call to {call} is redirected to Envoy")),
+    match tokio::join!(connects(loopback, call), connects(loopback, envoy)) {
+        (Ok(()), _) => Check::ok(
+            NAME,
+            format!("outbound: a call to {call} is redirected to Envoy; inbound: {UNCHECKED}"),
+        ),
         (Err(failed), Ok(())) if failed.kind() == io::ErrorKind::ConnectionRefused => {
             let found =
                 format!("a call to {call} is not redirected to Envoy, which listens on {envoy}");
@@ -134,8 +215,11 @@ fn addresses(family: Family) -> [IpAddr; 3] {
     }
 }
 
-async fn connects(address: SocketAddr) -> io::Result<()> {
-    let connected = timeout(CONNECT_LIMIT, TcpStream::connect(address)).await;
+/// Connects from an address, because the kernel would take `::6` to connect to `::6`, which the rules treat differently.
+async fn connects(from: IpAddr, to: SocketAddr) -> io::Result<()> {
+    let socket = if to.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.bind((from, 0).into())?;
+    let connected = timeout(CONNECT_LIMIT, socket.connect(to)).await;
     connected.map_err(io::Error::from)?.map(drop)
 }
 
@@ -204,7 +288,9 @@ fn dns(layout: &Layout, agent_ports: &[u16]) -> Option<Check> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bootstrap::platform::Platform;
     use crate::capture::iptables::saved::Saved;
+    use crate::proxy_config::ProxyConfig;
 
     /// The IPv4 rules that capture everything except DNS, in the format of `iptables-save`.
     const RULES: &str = "*nat
@@ -285,6 +371,83 @@ COMMIT
         let checks = simulated_connections(&layout(&unmarked), Family::V4, (0, 1337));
         assert_eq!(checks.len(), 1, "{checks:?}");
         assert!(checks[0].found.contains("127.0.0.6:15002"), "{checks:?}");
+    }
+
+    #[test]
+    fn a_connection_from_outside_to_a_port_of_the_application_bypasses_envoy() {
+        const V4: &str = "10.0.0.7:8080";
+        const EXCLUDE: &str = "traffic.sidecar.istio.io/excludeInboundPorts";
+        const INCLUDE: &str = "traffic.sidecar.istio.io/includeInboundPorts";
+        let node = |annotations: &[(&str, &str)]| {
+            let annotations =
+                annotations.iter().map(|(name, value)| ((*name).into(), (*value).into()));
+            let annotations = Value::Object(annotations.collect());
+            Node {
+                id: String::new(),
+                cluster: String::new(),
+                addresses: vec![[10, 0, 0, 7].into(), "2001:db8::7".parse().expect("IPv6")],
+                metadata: [("ANNOTATIONS".to_owned(), annotations)].into(),
+                locality: None,
+                proxy_config: ProxyConfig::default(),
+                platform: Platform::default(),
+            }
+        };
+        let socket = |(local, remote, state, user): (&str, &str, u8, u32)| Socket {
+            local: local.parse().expect(local),
+            remote: remote.parse().expect(remote),
+            state,
+            user,
+        };
+        let app = ("0.0.0.0:8080", "0.0.0.0:0", LISTEN, 0);
+        let app_v6 = ("[::]:8080", "[::]:0", LISTEN, 1000);
+        let direct = (V4, "10.0.0.9:40000", 1, 0);
+        let closed = (V4, "10.0.0.9:40000", 6, 0);
+        let direct_v6 = ("[2001:db8::7]:8080", "[2001:db8::9]:40000", 1, 1000);
+        for (sockets, annotations, expected) in [
+            (vec![app, direct], &[][..], Some(V4)),
+            (vec![app_v6, closed], &[], Some(V4)),
+            (vec![app, direct], &[(EXCLUDE, "15020,15021"), (INCLUDE, "*")], Some(V4)),
+            (vec![app, direct], &[(INCLUDE, "80, 8080")], Some(V4)),
+            (vec![app_v6, direct_v6], &[], Some("[2001:db8::7]:8080")),
+            // Healthy pods: ports that are not captured,
+            (vec![app, direct], &[(EXCLUDE, "15020, 8080")], None),
+            (vec![app, direct], &[(INCLUDE, "")], None),
+            (vec![app, direct], &[(INCLUDE, "80")], None),
+            (vec![("0.0.0.0:22", "0.0.0.0:0", LISTEN, 0), ("10.0.0.7:22", V4, 1, 0)], &[], None),
+            // interfaces that are not captured,
+            (vec![app, ("10.9.0.1:8080", "10.9.0.2:40000", 1, 0)], &[], None),
+            // connections of Envoy, of the pod to itself and of a port-forwarding,
+            (vec![app, (V4, "127.0.0.6:40000", 1, 0)], &[], None),
+            (vec![app_v6, ("[2001:db8::7]:8080", "[::6]:40000", 1, 0)], &[], None),
+            (vec![app, (V4, "10.0.0.7:40000", 1, 0), ("10.0.0.7:40000", V4, 1, 0)], &[], None),
+            (vec![app, ("127.0.0.1:8080", "127.0.0.1:40000", 1, 0)], &[], None),
+            // connections to Envoy and to the agent,
+            (vec![("0.0.0.0:9080", "0.0.0.0:0", LISTEN, 1337), direct], &[], None),
+            (vec![("0.0.0.0:8080", "0.0.0.0:0", LISTEN, 1337), direct], &[], None),
+            (vec![app, ("10.0.0.7:15006", "10.0.0.9:40000", 1, 1337)], &[], None),
+            (
+                vec![("[::]:15006", "[::]:0", LISTEN, 7), ("10.0.0.7:15006", "10.0.0.9:4", 1, 7)],
+                &[],
+                None,
+            ),
+            // connections of the application, and those that were never open.
+            (vec![app, ("10.0.0.7:40000", "10.0.0.9:8080", 1, 0)], &[], None),
+            (vec![app, (V4, "10.0.0.9:40000", 3, 0)], &[], None),
+            (vec![app], &[], None),
+            (vec![], &[], None),
+        ] {
+            let sockets: Vec<_> = sockets.into_iter().map(socket).collect();
+            let found = [Family::V4, Family::V6]
+                .map(|family| uncaptured(&sockets, family, [1337, 1337], &node(annotations)));
+            let found = found.into_iter().flatten().map(|socket| socket.local.to_string());
+            let found: Vec<_> = found.collect();
+            let expected = Vec::from_iter(expected.map(str::to_owned));
+            assert_eq!(found, expected, "{sockets:?} {annotations:?}");
+        }
+        // Without annotations, the port counts as captured.
+        let sockets = [app, direct].map(socket);
+        let node = Node { metadata: [].into(), ..node(&[]) };
+        assert!(uncaptured(&sockets, Family::V4, [1337, 1337], &node).is_some());
     }
 
     #[test]

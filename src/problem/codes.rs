@@ -156,6 +156,7 @@ codes! {
     CAPTURE_VALIDATION_FAILED: "`--run-validation` finds that traffic is not redirected to Envoy", "the pod is not ready for Istio", "run it as the user of `--proxy-uid`; with Istio CNI, the pod may be older than istio-cni on its node: delete it, or set `cni.repair.deletePods=true`";
     CAPTURE_RULES_MISSING: "no rule redirects the pod's traffic to Envoy", "traffic bypasses Envoy", "read the log of the container istio-init, or of istio-cni on the node; then delete the pod, which creates the rules again";
     CAPTURE_RULES_CHANGED: "rules exist, and traffic does not reach Envoy", "traffic bypasses Envoy or is lost", "read the log of the container istio-init, or of istio-cni on the node; then delete the pod, which creates the rules again";
+    CAPTURE_BYPASSED: "a connection bypasses Envoy, or may do so because of a rule that is not Istio's", "without Envoy they have no mutual TLS, no policy and no telemetry", "nothing, if they are meant to, such as by `excludeInboundPorts`; else remove the rule that is named, or compare the rules by `istio-iptables --verify`, and delete the pod, which creates them again";
     CAPTURE_RULES_EARLIER: "a rule of an earlier version of Istio redirects DNS queries", "queries may be lost", "run `pilot-agent istio-clean-iptables` in the network namespace, or delete the pod";
     CAPTURE_PROXY_UID: "Envoy's own traffic is captured", "its connections come back to Envoy", "set `--proxy-uid` of istio-init to the user of the container istio-proxy, or `runAsUser` of the container to 1337";
     }
@@ -282,6 +283,6 @@ pub const FOLLOWS: &[(&[&str], &[&str])] = &[
     (&["DISK_FULL"], &["CERTIFICATE_CACHE_UNWRITABLE", "KEPT_CONFIG_UNWRITABLE", "OUTPUT_CERTS_UNWRITABLE", "HOT_RESTART_UNAVAILABLE"]),
     (&["PORT_TAKEN"], &["ENVOY_BOOTSTRAP_REFUSED"]),
     (&["STATUS_PORT_TAKEN"], &["AGENT_UNKNOWN"]),
-    (&["CAPTURE_RULES_MISSING"], &["DNS_NOT_CAPTURED"]),
+    (&["CAPTURE_RULES_MISSING"], &["DNS_NOT_CAPTURED", "CAPTURE_BYPASSED"]),
     (&["CAPTURE_PROXY_UID"], &["CAPTURE_RULES_CHANGED"]),
 ];

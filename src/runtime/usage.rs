@@ -4,12 +4,14 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::fs;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 use crate::files::regular_file;
 
 /// The states of a TCP socket in proc_net(5) that take no local port of the range: LISTEN, and CLOSE.
-const PORTLESS: [&str; 2] = ["0A", "07"];
+const PORTLESS: [u8; 2] = [LISTEN, 0x07];
+pub(crate) const LISTEN: u8 = 0x0A;
 /// Limits of version 1 of control groups from which there is none.
 const UNLIMITED: u64 = 1 << 60;
 
@@ -95,20 +97,51 @@ pub(crate) fn local_ports(root: &Path) -> Option<Usage> {
     let range = range.ok()?;
     let mut ends = range.split_whitespace().map(str::parse::<u16>);
     let (first, last) = (ends.next()?.ok()?, ends.next()?.ok()?);
-    let lists = ["tcp", "tcp6"].map(|list| {
-        regular_file::read_kernel(root.join("proc/self/net").join(list)).unwrap_or_default()
-    });
-    let ports: HashSet<_> = lists.iter().flat_map(|list| list.lines().filter_map(port)).collect();
+    let taking = sockets(root).into_iter().filter(|it| !PORTLESS.contains(&it.state));
+    let ports: HashSet<_> = taking.map(|socket| socket.local.port()).collect();
     let used = ports.iter().filter(|port| (first..=last).contains(port)).count() as u64;
     Some(Usage { used, limit: u64::from(last.checked_sub(first)?) + 1 })
 }
 
-/// Returns the local port of a connection in a list in the format of proc_net(5).
-fn port(line: &str) -> Option<u16> {
-    let mut words = line.split_whitespace();
-    let (address, state) = (words.nth(1)?, words.nth(1)?);
-    let (_, port) = address.rsplit_once(':').filter(|_| !PORTLESS.contains(&state))?;
-    u16::from_str_radix(port, 16).ok()
+/// A TCP socket of the network namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Socket {
+    pub local: SocketAddr,
+    pub remote: SocketAddr,
+    /// The state's number in proc_net(5).
+    pub state: u8,
+    pub user: u32,
+}
+
+/// Lists the TCP sockets of the network namespace. IPv4 addresses of IPv6 sockets are IPv4.
+pub(crate) fn sockets(root: &Path) -> Vec<Socket> {
+    let lists = ["tcp", "tcp6"].map(|list| {
+        regular_file::read_kernel(root.join("proc/self/net").join(list)).unwrap_or_default()
+    });
+    lists.iter().flat_map(|list| list.lines().filter_map(socket)).collect()
+}
+
+/// Parses a line of a list in the format of proc_net(5).
+fn socket(line: &str) -> Option<Socket> {
+    let mut words = line.split_whitespace().skip(1);
+    let [local, remote] = [address(words.next()?)?, address(words.next()?)?];
+    let state = u8::from_str_radix(words.next()?, 16).ok()?;
+    Some(Socket { local, remote, state, user: words.nth(3)?.parse().ok()? })
+}
+
+/// Parses an address: the words of its bytes as numbers of this machine, and the port.
+fn address(text: &str) -> Option<SocketAddr> {
+    let (words, port) = text.split_once(':')?;
+    let words = words.as_bytes().chunks(8).map(|word| {
+        let number = u32::from_str_radix(str::from_utf8(word).ok()?, 16).ok()?;
+        Some(number.to_ne_bytes())
+    });
+    let bytes = words.collect::<Option<Vec<_>>>()?.concat();
+    let ip = match bytes.len() {
+        4 => IpAddr::from(<[u8; 4]>::try_from(bytes).ok()?),
+        _ => IpAddr::from(<[u8; 16]>::try_from(bytes).ok()?).to_canonical(),
+    };
+    Some(SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?))
 }
 
 /// Reads a number. Returns None for `max`.
@@ -180,16 +213,28 @@ mod tests {
     #[test]
     fn ports_of_connections_are_counted_once_and_those_of_listeners_not() {
         let tcp = "  sl  local_address rem_address   st\n\
-                   0: 0100007F:8001 0100007F:1F90 01 0\n\
-                   1: 0100007F:8001 0100007F:1F91 06 0\n\
-                   2: 00000000:8002 00000000:0000 0A 0\n\
-                   3: 0100007F:0050 0100007F:8003 01 0\n";
-        let tcp6 = " 0: 00000000000000000000000001000000:8004 0:1F90 01 0\n";
+                   0: 0100007F:8001 0100007F:1F90 01 0 0 0 7 0\n\
+                   1: 0100007F:8001 0100007F:1F91 06 0 0 0 0 0\n\
+                   2: 00000000:8002 00000000:0000 0A 0 0 0 0 0\n\
+                   3: 0100007F:0050 0100007F:8003 01 0 0 0 0 0\n";
+        let loopback = "00000000000000000000000001000000";
+        let mapped = "0000000000000000FFFF00000700000A";
+        let tcp6 = format!(
+            " 0: {loopback}:8004 {loopback}:1F90 01 0 0 0 0 0\n 1: {mapped}:50 {mapped}:51 08 0 0 0 9 0\n"
+        );
         let root = root(&[
             ("proc/sys/net/ipv4/ip_local_port_range", "32768\t32771\n"),
             ("proc/self/net/tcp", tcp),
-            ("proc/self/net/tcp6", tcp6),
+            ("proc/self/net/tcp6", &tcp6),
         ]);
+        let sockets = sockets(root.path());
+        let texts = sockets.iter().map(|it| {
+            let Socket { local, remote, state, user } = it;
+            format!("{local} {remote} {state} {user}")
+        });
+        let texts: Vec<_> = texts.collect();
+        assert_eq!(texts[0], "127.0.0.1:32769 127.0.0.1:8080 1 7");
+        assert_eq!(texts[4..], ["[::1]:32772 [::1]:8080 1 0", "10.0.0.7:80 10.0.0.7:81 8 9"]);
         assert_eq!(local_ports(root.path()), Some(Usage { used: 1, limit: 4 }));
     }
 

@@ -155,7 +155,7 @@ fn differences(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> 
 }
 
 /// Finds rules of others in the kernel's chains that may take packets before the last rule of Istio.
-fn find_others(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
+pub(super) fn find_others(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (chain, entries) in &found.chains {
         let is_own = |entry: &Entry| belongs_to_istio(wanted.entries(*chain), *chain, entry);

@@ -1,6 +1,6 @@
 //! Tests the check of the capture rules by `pilot-agent doctor`, with real rules and without rules.
 
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 
 use local_istiod::LocalIstiod;
@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::envoy::capture::{istio_iptables, text};
 use crate::support::answering_istiod;
 use crate::support::faults::{Fault, Says};
-use crate::support::namespace::{self, AGENT};
+use crate::support::namespace::{self, AGENT, Peer};
 use crate::support::place::Place;
 
 /// Creates a place in which this user runs the agent's commands.
@@ -31,16 +31,20 @@ fn place(istiod: &LocalIstiod, user: u32, variables: &[(&str, &str)]) -> Place {
     place.started_by(&["sh", "-ec", &script, "-"])
 }
 
-/// Returns the result of the doctor's check of the capture rules, for this kind of node.
+/// Returns the results of the doctor's checks of the capture rules, for this kind of node.
 fn says(place: &Place, kind: &str) -> String {
     let output = place.run(&["doctor", kind, "--json"]);
     let report: Value =
         serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", text(&output)));
     let groups = report["groups"].as_array().unwrap();
     let group = groups.iter().find(|group| group["name"] == "capture");
-    let check = &group.unwrap_or_else(|| panic!("{report:#}"))["checks"][0];
-    let [level, found] = ["level", "found"].map(|member| check[member].as_str());
-    format!("{}: {}", level.unwrap_or_default(), found.unwrap_or_default())
+    let checks = group.unwrap_or_else(|| panic!("{report:#}"))["checks"].as_array().unwrap();
+    let lines = checks.iter().map(|check| {
+        let texts = ["level", "found", "code"].map(|member| check[member].as_str());
+        let [level, found, code] = texts.map(Option::unwrap_or_default);
+        format!("{level}: {found} {code}").trim_end().to_owned()
+    });
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -110,4 +114,51 @@ async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user
     let named = format!("an earlier version of Istio: nat: -A OUTPUT {rule}");
     let earlier: Says = ("CAPTURE_RULES_EARLIER", &[&named], &["pilot-agent istio-clean-iptables"]);
     judge("a rule of an earlier version", 0, &[], earlier).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_doctor_finds_inbound_connections_that_bypass_envoy() {
+    const TEST: &str = "doctor::capture::the_doctor_finds_inbound_connections_that_bypass_envoy";
+    const BYPASSED: &str = "CAPTURE_BYPASSED";
+    if !namespace::is_inside(TEST) {
+        return;
+    }
+    let istiod = answering_istiod().await;
+    let client = Peer::join(&[("10.9.0.1/24", "10.9.0.2/24"), ("fd00::1/64", "fd00::2/64")]);
+    let assert = |user, words: &[&str], others: &[&str]| {
+        for address in ["10.9.0.1", "fd00::1"] {
+            let variables = [("INSTANCE_IP", address)];
+            let said = says(&place(&istiod, user, &variables), "sidecar");
+            assert!(words.iter().all(|words| said.contains(words)), "{words:?}: {said}");
+            assert!(!others.iter().any(|words| said.contains(words)), "{others:?}: {said}");
+        }
+    };
+    let change_rules = |words: &str| {
+        for program in ["iptables", "ip6tables"] {
+            namespace::run(program, &words.split(' ').collect::<Vec<_>>());
+        }
+    };
+    let _application = TcpListener::bind("[::]:8080").unwrap();
+    let _envoy = TcpListener::bind("[::]:15006").unwrap();
+    let call = || {
+        let connect = |address| client.within(|| TcpStream::connect(address).unwrap());
+        [connect("10.9.0.1:8080"), connect("[fd00::1]:8080")]
+    };
+    let ports = "-b * -d 15090,15021,15020";
+    let output = istio_iptables(0, &format!("-p 15001 -z 15006 -u 1337 -i * --dual-stack {ports}"));
+    assert!(output.status.success(), "{}", text(&output));
+    // A connection that is captured ends at Envoy.
+    let captured = call();
+    assert(0, &["ok: lead to ports 15001 and 15006"], &["warning"]);
+    assert(AGENT, &["ok: outbound: ", "inbound: not checked", "--verify"], &["warning"]);
+    change_rules("-t nat -I PREROUTING -p tcp --dport 8080 -j ACCEPT");
+    let rule = "nat: -A PREROUTING -p tcp --dport 8080 -j ACCEPT";
+    assert(0, &["warning: ", ":8080 over eth0 goes to its destination", rule, BYPASSED], &["ok: "]);
+    change_rules("-t nat -D PREROUTING -p tcp --dport 8080 -j ACCEPT");
+    change_rules("-t nat -D PREROUTING -p tcp -j ISTIO_INBOUND");
+    assert(0, &["error: ", "expected port 15006: no rule leads it", "CAPTURE_RULES_CHANGED"], &[]);
+    assert(AGENT, &["inbound: not checked"], &["warning"]);
+    let direct = call();
+    assert(AGENT, &["warning: a connection from ", ":8080 without Envoy", BYPASSED], &[]);
+    drop((captured, direct));
 }
