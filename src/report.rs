@@ -39,8 +39,9 @@ const WARNINGS: [&Code; 21] = [
     codes::STANDBY_UNABLE,
     codes::UPSTREAM_UNREACHABLE,
 ];
-const NEXT_STEPS: &str = "if requests fail, read the response flags in Envoy's access log (UH: no healthy endpoint, \
-                          UF: no connection, NR: no route), and compare `istioctl proxy-config all POD`";
+const NEXT_STEPS: &str = "if requests fail, compare rq_error and cx_connect_fail per cluster (`pilot-agent request GET \
+                          clusters`), and with Istio's stats filter istio_requests_total by response_flags (or an \
+                          access log, if it is on)";
 
 /// The results of all checks.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -416,9 +417,13 @@ mod tests {
             assert!(!found.remedy.is_empty());
         }
         let found = report(vec![]).judged(&PodState::Ready, None);
-        for words in ["access log", "response flags", "istioctl proxy-config"] {
+        for words in
+            ["rq_error", "request GET clusters", "istio_requests_total", "access log, if it is on"]
+        {
             assert!(found.remedy.contains(words), "{}", found.remedy);
         }
+        let lines = found.text(false, WIDTH).lines().count();
+        assert_eq!(lines, 5, "verdict, advice of two lines, node, counts: {}", found.remedy);
     }
 
     #[test]
