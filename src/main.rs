@@ -122,9 +122,10 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
         Some(Command::Standby) => {
             logging::init(log.options()?)?;
             let envoy = |record: &Record| envoy_program(record, &environment);
+            let check = |record: &Record| self_check(record, &environment);
             let next = block_on(async {
                 tokio::select! {
-                    next = standby::wait::run(&environment, envoy) => next,
+                    next = standby::wait::run(&environment, envoy, check) => next,
                     never = free_memory() => match never {},
                 }
             })?;
@@ -186,15 +187,35 @@ fn proxy(
     })?
 }
 
+/// Returns the flags of the agent with this record. None if that agent cannot parse them, which it reports.
+fn recorded_flags(record: &Record) -> Option<(ProxyFlags, LogFlags)> {
+    let words = std::iter::once("pilot-agent".to_owned()).chain(record.arguments.clone());
+    match cli::parse(words).ok()?.cli {
+        Cli { log, command: Some(Command::Proxy(flags)), .. } => Some((flags, log)),
+        _ => None,
+    }
+}
+
 /// Returns the path of the Envoy that an agent with this record and the environment `own` runs.
 fn envoy_program(record: &Record, own: &Environment) -> PathBuf {
-    let words = std::iter::once("pilot-agent".to_owned()).chain(record.arguments.clone());
-    let Ok(Some(Command::Proxy(flags))) = cli::parse(words).map(|line| line.cli.command) else {
-        // The agent with this record reports the problem.
+    let Some((flags, _)) = recorded_flags(record) else {
         return PathBuf::new();
     };
     let environment = record.environment(own).into_iter().collect();
     config::proxy_config(&flags, &environment, ".".as_ref()).binary_path.into()
+}
+
+/// Checks whether an agent with this record and the environment `own` could connect to istiod.
+fn self_check(record: &Record, own: &Environment) -> Result<(), String> {
+    let Some((flags, log)) = recorded_flags(record) else {
+        return Ok(());
+    };
+    let environment = record.environment(own).into_iter().collect();
+    let problem = match config::load(&flags, &log, &environment, ".".as_ref()) {
+        Ok(config) => config.istiod.credentials_problem(),
+        Err(problems) => problems.into_iter().next(),
+    };
+    problem.map_or(Ok(()), |problem| Err(format!("{}: {}", problem.subject, problem.found)))
 }
 
 /// Runs a future on this thread, because the parent-death signal ends Envoy with the thread that started it.

@@ -100,7 +100,7 @@ pub async fn report(
             group("capture", capture::checks(subject)),
             group("DNS", dns::checks(subject)),
             group("probes", probes::checks(subject)),
-            group("next container", stored::checks(config)),
+            group("next container", stored::checks(subject)),
             group("standby", async { standby::checks(subject) }),
         ))
     });

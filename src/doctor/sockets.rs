@@ -87,7 +87,7 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
         (Err(_), Some(found), Owner::This) => (codes::SOCKET_TAKEN, found.to_owned()),
         (Err(_), Some(found), Owner::Other) => (codes::SOCKET_NOT_SERVED, found.to_owned()),
         (Err(_), Some(found), Owner::Agent) => {
-            return Check::ok(name, format!("{path}: {found}, no agent runs"));
+            return Check::skipped(name, format!("{path}: {found}, no agent runs"));
         }
     };
     Check::from(&Problem::new(code, name, format!("{path}: {found}")))
@@ -96,7 +96,7 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::Level::{Error, Ok};
+    use crate::report::Level::{Error, Ok, Skipped};
 
     #[test]
     fn the_level_of_a_socket_depends_on_its_expected_owner() {
@@ -104,7 +104,7 @@ mod tests {
         let listener = |pid, name: &str, health| io::Result::Ok((pid, name.to_owned(), health));
         let silent = || Health::Dead(io::ErrorKind::TimedOut.into());
         for (found, of_this, of_agent, of_other) in [
-            (Err(io::ErrorKind::NotFound.into()), Error, Ok, Error),
+            (Err(io::ErrorKind::NotFound.into()), Error, Skipped, Error),
             (Err(io::Error::other("a file")), Error, Error, Error),
             (listener(own, "pilot-agent", Health::Healthy), Ok, Ok, Ok),
             (listener(0, "of another container", Health::Busy), Error, Error, Error),

@@ -44,9 +44,12 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
         return Check::from(&Problem::new(codes::HANDOVER_FAILED, name, found));
     }
     if let Some(other) = state.waits() {
-        let build = &other.build;
-        let found = format!("container {} ({build}) is able to take over", other.name);
-        Check::ok(name, found)
+        let state = if other.is_checked {
+            "is able to take over: it had mounts, roots and token when it connected"
+        } else {
+            "waits; its roots and its token are not checked"
+        };
+        Check::ok(name, format!("container {} ({}) {state}", other.name, other.build))
     } else if state.has_parent {
         let why = "the former Envoy in the other container finishes its connections";
         Check::skipped(name, why)
@@ -74,8 +77,10 @@ mod tests {
                 name: "istio-standby".to_owned(),
                 build: "1.31".to_owned(),
                 takeover_blocker: blocker.map(str::to_owned),
+                is_checked: true,
             })]
         };
+        let old = vec![Arc::new(Waiting { is_checked: false, ..(*waits(None)[0]).clone() })];
         let last = |failed: Option<&str>| {
             Some(Handover {
                 to: "istio-standby".to_owned(),
@@ -88,6 +93,7 @@ mod tests {
             (waits(None), None, false, Level::Ok, "is able to take over"),
             (waits(None), last(None), false, Level::Ok, "is able to take over"),
             (waits(None), last(Some("late")), false, Level::Warning, "1.32): late"),
+            (old, None, false, Level::Ok, "its token are not checked"),
             (waits(Some("no mount")), None, false, Level::Warning, "no mount"),
             (vec![], None, true, Level::Skipped, "finishes its connections"),
             (vec![], None, false, Level::Skipped, "not connected yet"),

@@ -41,6 +41,7 @@ use crate::net::dial::proxy::Proxy;
 use crate::problem::{self, Problem, codes};
 use crate::runtime::clock::rfc3339;
 use crate::trust::identity::SpiffeId;
+use crate::trust::trust_anchors;
 
 /// The body of a request to istiod.
 pub type Body = tonic::body::Body;
@@ -296,6 +297,21 @@ impl Config {
     /// Makes a problem with this control plane.
     pub(crate) fn problem(&self, code: &'static problem::Code, found: impl ToString) -> Problem {
         Problem::new(code, self.subject(), found)
+    }
+
+    /// Returns why an agent in this container cannot connect: the problem of the roots, or of the token. Blocks.
+    pub fn credentials_problem(&self) -> Option<Problem> {
+        let Security::Tls(tls) = &self.security else {
+            return None;
+        };
+        let token_problem = || match &self.token {
+            token::Source::File(path) if tls.client.is_none() => match token::read(path) {
+                Ok(token) => token.claims?.expiry_problem(path),
+                Err(problem) => Some(problem),
+            },
+            _ => None,
+        };
+        trust_anchors::read(&tls.roots).err().or_else(token_problem)
     }
 
     /// Returns the URI of a call: scheme and authority are always the same.

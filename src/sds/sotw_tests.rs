@@ -38,6 +38,7 @@ async fn signed_by(authority: &FakeAuthority) -> State {
         workload: Some(Arc::new(workload)),
         dates: None,
         failure: None,
+        uncached: None,
     }
 }
 

@@ -68,20 +68,20 @@ impl CertificateCache {
         })
     }
 
-    /// Replaces the cached certificate by a new one, which `response` contains.
+    /// Replaces the cached certificate by a new one, which `response` contains. Logs and returns a failure.
     pub(super) async fn save(
         self,
         workload: Arc<Workload>,
         response: Vec<String>,
         issued: SystemTime,
-    ) {
+    ) -> Option<Problem> {
         let directory = self.subject();
         let store = move || self.store(workload.certificate.key_pem(), response, issued);
         let stored = tokio::task::spawn_blocking(store).await;
-        if let Err(error) = stored.unwrap_or_else(|error| Err(error.into())) {
-            let problem = Problem::new(codes::CERTIFICATE_CACHE_UNWRITABLE, directory, error);
-            tracing::error!(target: "cache", "{problem}");
-        }
+        let error = stored.unwrap_or_else(|error| Err(error.into())).err()?;
+        let problem = Problem::new(codes::CERTIFICATE_CACHE_UNWRITABLE, directory, error);
+        tracing::error!(target: "cache", "{problem}");
+        Some(problem)
     }
 
     fn subject(&self) -> String {

@@ -93,6 +93,8 @@ pub struct State {
     pub dates: Option<Dates>,
     /// The failure of the latest attempt; None after a success.
     pub failure: Option<Failure>,
+    /// The reason why the certificate is not stored for the next container.
+    pub uncached: Option<Problem>,
 }
 
 /// The dates of a certificate.

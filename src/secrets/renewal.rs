@@ -111,7 +111,12 @@ impl<C: Ca> Renewal<C> {
                     };
                     let due = self.publish(workload.clone(), issued, pause).await;
                     if let Some(cache) = self.cache.clone() {
-                        cache.save(workload, response, issued).await;
+                        let uncached = cache.save(workload, response, issued).await;
+                        // The secrets have not changed, so no subscriber is woken.
+                        self.state.send_if_modified(|state| {
+                            state.uncached = uncached;
+                            false
+                        });
                     }
                     self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle).await;
                 }
@@ -205,6 +210,7 @@ impl<C: Ca> Renewal<C> {
             roots: self.merged_roots(),
             dates: Some(dates),
             failure: None,
+            uncached: None,
         });
         due
     }

@@ -74,11 +74,17 @@ pub struct Hello {
     /// The mount points of volumes.
     #[serde(default)]
     pub mounts: BTreeSet<String>,
+    /// Whether an agent that waits can connect to istiod, as far as its files show. None if it has not checked this.
+    #[serde(default)]
+    pub self_check: Option<Result<(), String>>,
 }
 
 impl Hello {
     /// Returns the reason why this agent cannot take over from the other one.
     pub fn takeover_blocker(&self, serving: &Self) -> Option<String> {
+        if let Some(Err(why)) = &self.self_check {
+            return Some(why.clone());
+        }
         let (found, expected) = (&self.hot_restart_version, &serving.hot_restart_version);
         // A version begins with a digit, the reason why there is none does not.
         let is_known = |version: &str| version.starts_with(|c: char| c.is_ascii_digit());
@@ -244,6 +250,7 @@ mod tests {
             build: "1.31".to_owned(),
             hot_restart_version: "11.104".to_owned(),
             mounts: BTreeSet::from(["/etc/istio/proxy".to_owned()]),
+            self_check: None,
         }
     }
 
@@ -297,6 +304,10 @@ mod tests {
         let found = other.takeover_blocker(&serving).unwrap();
         let unknown = "the hot restart version of its Envoy is unknown (/envoy: cannot be run)";
         assert_eq!(found, unknown);
+        other.self_check = Some(Err("there is no token".to_owned()));
+        let sent = serde_json::to_string(&other).unwrap();
+        assert_eq!(serde_json::from_str::<Hello>(&sent).unwrap(), other);
+        assert_eq!(other.takeover_blocker(&serving).as_deref(), Some("there is no token"));
     }
 
     #[tokio::test]

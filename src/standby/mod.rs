@@ -107,6 +107,9 @@ pub struct Waiting {
     /// The reason why it cannot take over.
     #[serde(rename = "hindrance")]
     pub takeover_blocker: Option<String>,
+    /// True if it has checked its roots and its token, which older builds do not.
+    #[serde(skip)]
+    pub is_checked: bool,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -210,6 +213,7 @@ impl Pair {
             build: self.build.clone(),
             hot_restart_version: version.unwrap_or_else(|why| why),
             mounts: mounts().unwrap_or_default(),
+            self_check: None,
         }
     }
 

@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::channel::{Channel, Message};
 use super::record::{self, End, RECORD, Record, since_boot};
@@ -18,13 +18,17 @@ use crate::runtime::lifecycle::{self, BoxError, Stop};
 const RECORD_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two connections to the agent that serves.
 const CONNECT_INTERVAL: Duration = Duration::from_secs(5);
+/// The time after which an agent that cannot take over connects again, because this may have changed.
+const BLOCKED_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Waits until no other agent serves, or until this one is to take over. Returns the record with which to run
 /// `pilot-agent proxy`, or None if this process is to exit. `envoy` returns the path of the Envoy that an agent with
-/// this record runs.
+/// this record runs. The agent that serves gets the result of `check`: the reason why an agent with this record cannot
+/// serve in this container, as far as its files show.
 pub async fn run(
     environment: &Environment,
     envoy: impl Fn(&Record) -> PathBuf,
+    check: impl Fn(&Record) -> Result<(), String>,
 ) -> Result<Option<Record>, BoxError> {
     let start = since_boot();
     let mut pair = Pair::open(environment)?;
@@ -53,7 +57,7 @@ pub async fn run(
     };
     let next = tokio::select! {
         next = waiting => next,
-        record = wait_for_takeover(&mut pair, envoy) => record.map(Some),
+        record = wait_for_takeover(&mut pair, envoy, check) => record.map(Some),
         () = stop.first_request() => return Ok(None),
         never = &mut signals => match never {},
     };
@@ -69,6 +73,7 @@ pub async fn run(
 async fn wait_for_takeover(
     pair: &mut Pair,
     envoy: impl Fn(&Record) -> PathBuf,
+    check: impl Fn(&Record) -> Result<(), String>,
 ) -> Result<Record, BoxError> {
     let record = loop {
         match record::read::<Record>(&pair.directory, RECORD)? {
@@ -82,19 +87,21 @@ async fn wait_for_takeover(
         return Ok(record);
     }
     pair.record_build(&pair.build)?;
-    let hello = pair.hello(&envoy).await;
+    let mut hello = pair.hello(&envoy).await;
     let mut warned = None;
     loop {
         let message = async {
             let mut channel = Channel::connect(&socket()).await?;
+            hello.self_check = Some(check(&record));
             let serving = channel.greet(&hello).await?;
             let blocker = hello.takeover_blocker(&serving);
             if let Some(why) = blocker.as_ref().filter(|_| warned != blocker) {
                 let subject = format!("container {}", pair.name);
                 tracing::warn!("{}", Problem::new(codes::STANDBY_UNABLE, subject, why));
             }
+            let limit = blocker.as_ref().map_or(Duration::MAX, |_| BLOCKED_INTERVAL);
             warned = blocker;
-            Ok::<_, BoxError>(channel.receive().await?)
+            Ok::<_, BoxError>(timeout(limit, channel.receive()).await??)
         };
         match message.await {
             Ok(Message::TakeOver) => {

@@ -101,6 +101,7 @@ impl Holder {
             name: other.name.clone(),
             build: other.build.clone(),
             takeover_blocker: blocker.clone(),
+            is_checked: other.self_check.is_some(),
         });
         self.pair.change(|state| state.waiting.push(waiting.clone()));
         let message = tokio::select! {

@@ -85,6 +85,22 @@ fn nothing_is_cached_on_a_disk() {
     assert!(!directory.path().join("istio-agent/workload.json").exists());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_certificate_that_cannot_be_cached_is_known_until_one_is() {
+    let Some(directory) = directory() else { return };
+    let place = directory.path().join("istio-agent");
+    fs::write(&place, "in the way").expect("written");
+    let mut fixture = start(caching(&directory), Answer::Signed);
+    let first = fixture.first().await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let problem = fixture.secrets.latest().uncached.expect("a problem");
+    assert_eq!(problem.code, codes::CERTIFICATE_CACHE_UNWRITABLE);
+    fs::remove_file(&place).expect("removed");
+    fixture.renewed(&first).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(fixture.secrets.latest().uncached, None);
+}
+
 #[test]
 fn a_directory_repeatedly_swapped_with_a_link_causes_no_writes_outside() {
     let Some(parent) = directory() else { return };

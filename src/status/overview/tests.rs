@@ -60,6 +60,7 @@ fn discovery() -> Discovery {
         last_end: None,
         types: BTreeMap::new(),
         kept: None,
+        write_failure: None,
         on_demand: None,
         after_nack: BTreeMap::new(),
         accepted: BTreeMap::new(),

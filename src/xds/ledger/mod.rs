@@ -315,6 +315,11 @@ impl Ledger {
         self.0.state.lock().accepted()
     }
 
+    /// Returns the error of the last write; None after a success.
+    pub(super) fn write_failure(&self) -> Option<String> {
+        self.0.state.lock().write_failure.clone()
+    }
+
     /// Describes the stored configuration, by type URL. Returns None if the directory is not used.
     pub(super) fn snapshot(&self) -> Option<BTreeMap<&'static str, StoredSnapshot>> {
         let state = self.0.state.lock();

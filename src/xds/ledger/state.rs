@@ -72,6 +72,8 @@ pub(in crate::xds) struct State {
     pub(super) after_nack: BTreeMap<Type, Vec<StoredResource>>,
     /// What the file has.
     pub(super) written: BTreeMap<Type, Written>,
+    /// The error of the last write; None after a success.
+    pub(in crate::xds) write_failure: Option<String>,
     file_length: u64,
     /// True if the next batch must have all that is stored.
     is_whole_due: bool,
@@ -105,6 +107,7 @@ impl State {
             rejected: BTreeMap::new(),
             after_nack: BTreeMap::new(),
             written: BTreeMap::new(),
+            write_failure: None,
             file_length: 0,
             is_whole_due: true,
             is_removal_due: false,
@@ -697,10 +700,12 @@ impl State {
             Ok((record, length)) => {
                 self.file_length = length;
                 self.last_record = Some(Instant::now());
+                self.write_failure = None;
                 self.describe_written(&record);
                 None
             }
             Err(error) => {
+                self.write_failure = Some(error.to_string());
                 self.written.clear();
                 self.is_whole_due = true;
                 self.last_record = None;

@@ -142,6 +142,7 @@ impl Observer {
         let table = self.table.lock();
         Snapshot {
             kept,
+            write_failure: self.store.as_ref().and_then(Ledger::write_failure),
             on_demand,
             after_nack: after_nack.unwrap_or_default(),
             accepted: accepted.unwrap_or_default(),

@@ -38,6 +38,9 @@ pub struct Snapshot {
     /// Stored configuration, by type URL.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<BTreeMap<&'static str, StoredSnapshot>>,
+    /// The reason why the last changes of the configuration could not be stored.
+    #[serde(skip)]
+    pub write_failure: Option<String>,
     /// The newest Envoy's clusters, if it gets them on demand.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub on_demand: Option<OnDemandSnapshot>,

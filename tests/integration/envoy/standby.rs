@@ -492,6 +492,43 @@ async fn further_connections_to_the_handover_socket_do_not_hide_the_standby() {
 }
 
 #[tokio::test]
+async fn a_standby_without_roots_or_token_says_that_it_cannot_take_over() {
+    let Some(envoy) = envoy_binary() else { return };
+    let stage = Stage::serving(&envoy).await;
+    let token = stage.pod.path("var/run/secrets/tokens/istio-token");
+    let content = fs::read(&token).unwrap();
+    for (name, roots, has_token, expected) in [
+        ("neither is missing", None, true, None),
+        ("roots", Some("missing.pem"), true, Some("missing.pem")),
+        ("token", None, false, Some("istio-token")),
+    ] {
+        if !has_token {
+            fs::remove_file(&token).unwrap();
+        }
+        let mut command = stage.pod.command();
+        command.arg("standby").env("ISTIO_AGENT_STANDBY", SECOND).env_remove("PROXY_CONFIG");
+        command.envs(roots.map(|path| ("XDS_ROOT_CA", path)));
+        let mut standby = Process::start(&mut command, &stage.pod.path("standby.log"));
+        let waits = eventually("the standby is connected", async || {
+            let page = stage.pod.status(Method::GET, "/debug/standby").await?;
+            let page: serde_json::Value = serde_json::from_str(&page).unwrap();
+            page["waits"].is_object().then(|| page["waits"]["hindrance"].clone())
+        });
+        let hindrance = waits.await;
+        let is_found = |expected| hindrance.as_str().is_some_and(|it| it.contains(expected));
+        assert!(expected.map_or(hindrance.is_null(), is_found), "{name}: {hindrance}");
+        fs::write(&token, &content).unwrap();
+        standby.terminate();
+        standby.end().await;
+        eventually("the standby has gone", async || {
+            let page = stage.pod.status(Method::GET, "/debug/standby").await?;
+            page.contains("\"waits\":null").then_some(())
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
 async fn a_container_that_asks_while_envoy_starts_takes_over_once_envoy_serves() {
     let Some(envoy) = envoy_binary() else { return };
     let mut stage = Stage::serving(&envoy).await;

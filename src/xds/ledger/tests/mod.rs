@@ -619,9 +619,11 @@ async fn a_disk_that_fails_costs_the_file_and_is_tried_again() {
         state.conclude(written).expect("an error")
     };
     assert_eq!(error.to_string(), "the file has been removed");
+    assert_eq!(pod.ledger.write_failure(), Some(error.to_string()));
     assert_eq!(pod.ledger.snapshot(), Some(BTreeMap::new()));
     assert_eq!(pod.stored(Type::CLUSTER), resources(&[("a", "2")]));
     assert!(pod.write());
+    assert_eq!(pod.ledger.write_failure(), None);
     assert_eq!(in_file(parent.path()), resources(&[("a", "2")]));
 }
 
