@@ -78,13 +78,14 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         }
         Err(why) => {
             let is_closed = !admin.address.is_taken().await;
-            if is_closed && report.is_some_and(has_just_started) {
-                checks.push(Check::skipped(ADMIN, format!("Envoy has just started: {why}")));
-            } else {
-                let taken = subject.running.and_then(taken_by_successor).filter(|_| is_closed);
-                let hangs = Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why));
-                checks.push(taken.unwrap_or(hangs));
-            }
+            let taken = subject.running.and_then(taken_by_successor).filter(|_| is_closed);
+            checks.push(match taken {
+                Some(taken) => taken,
+                None if is_closed && report.is_some_and(has_just_started) => {
+                    Check::skipped(ADMIN, format!("Envoy has just started: {why}"))
+                }
+                None => Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why)),
+            });
         }
     }
     checks

@@ -55,7 +55,7 @@ enum Transport {
 }
 
 /// The part of Envoy's `UpstreamTlsContext` that a handshake depends on.
-#[derive(Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 struct Tls {
     sni: String,
     alpn: Vec<String>,
@@ -235,9 +235,13 @@ impl Tls {
             roots: roots.iter().find_map(|secret| text(&secret["name"])),
             names: names
                 .into_iter()
-                .flat_map(|context| inspect::entries(context, "match_typed_subject_alt_names"))
+                .flat_map(|context| {
+                    let typed = inspect::entries(context, "match_typed_subject_alt_names");
+                    let untyped = inspect::entries(context, "match_subject_alt_names");
+                    typed.map(|name| &name["matcher"]).chain(untyped)
+                })
                 // istiod sends only exact names. Others are not checked.
-                .filter_map(|name| text(&name["matcher"]["exact"]))
+                .filter_map(|matcher| text(&matcher["exact"]))
                 .collect(),
         }
     }
@@ -398,4 +402,121 @@ async fn plain_text(mut stream: TcpStream) -> Option<Fault> {
     let found =
         format!("Envoy sends plain text, and the peer accepts TLS: it is {}", described(&peer));
     is_workload.then_some((codes::PEER_EXPECTS_TLS, found))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const TLS: &str =
+        "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext";
+
+    fn socket(type_url: &str, more: Value) -> Value {
+        let mut config = json!({ "@type": type_url });
+        let members = more.as_object().expect("an object").clone();
+        config.as_object_mut().expect("an object").extend(members);
+        json!({ "typed_config": config })
+    }
+
+    /// Returns the transport of an endpoint of the cluster `a`, which has these labels.
+    fn transport_of(mut cluster: Value, labels: Value) -> Option<Transport> {
+        cluster["name"] = json!("a");
+        let address = json!({ "address": "fd00:0::1", "port_value": 80 });
+        let endpoint = json!({
+            "endpoint": { "address": { "socket_address": address } },
+            "metadata": { "filter_metadata": { "envoy.transport_socket_match": labels } },
+        });
+        let endpoints = json!([{ "lb_endpoints": [endpoint] }]);
+        let assignment = json!({ "cluster_name": "a", "endpoints": endpoints });
+        let dumps = [
+            json!({ "configs": [{ "cluster": cluster }] }),
+            json!({ "configs": [{ "endpoint_config": assignment }] }),
+        ];
+        assert_eq!(transport(&dumps, "b", "[fd00::1]:80"), None);
+        transport(&dumps, "a", "[fd00::1]:80")
+    }
+
+    #[test]
+    fn the_transport_socket_is_chosen_as_envoy_does() {
+        let tls = |sni: &str| Transport::Tls(Tls { sni: sni.to_owned(), ..Tls::default() });
+        let raw = "type.googleapis.com/envoy.extensions.transport_sockets.raw_buffer.v3.RawBuffer";
+        let other = "type.googleapis.com/envoy.InternalUpstreamTransport";
+        let matches = json!([
+            { "match": { "tlsMode": "istio" }, "transport_socket": socket(TLS, json!({ "sni": "x" })) },
+            { "match": {}, "transport_socket": socket(raw, json!({})) },
+        ]);
+        let by_label = json!({ "transport_socket_matches": matches });
+        let own = json!({ "transport_socket": socket(TLS, json!({ "sni": "y" })) });
+        for (cluster, labels, expected) in [
+            (json!({}), json!({}), Transport::PlainText),
+            (by_label.clone(), json!({ "tlsMode": "istio", "other": 1 }), tls("x")),
+            (by_label.clone(), json!({ "tlsMode": "disabled" }), Transport::PlainText),
+            (by_label, Value::Null, Transport::PlainText),
+            (own, json!({ "tlsMode": "istio" }), tls("y")),
+            (
+                json!({ "transport_socket": socket(other, json!({})) }),
+                json!({}),
+                Transport::Other("InternalUpstreamTransport".to_owned()),
+            ),
+            (
+                json!({ "transport_socket_matcher": {} }),
+                json!({}),
+                Transport::Other("chosen by a matcher".to_owned()),
+            ),
+        ] {
+            assert_eq!(transport_of(cluster, labels), Some(expected));
+        }
+    }
+
+    #[test]
+    fn names_secrets_and_alpn_are_read_in_each_form_of_a_tls_context() {
+        let exact = json!({ "exact": "spiffe://a/b" });
+        let roots = json!({ "name": "ROOTCA" });
+        let expected = Tls {
+            sni: "a".to_owned(),
+            alpn: vec!["istio".to_owned()],
+            certificate: Some("default".to_owned()),
+            roots: Some("ROOTCA".to_owned()),
+            names: vec!["spiffe://a/b".to_owned()],
+        };
+        for (context, names) in [
+            (json!({ "match_subject_alt_names": [exact] }), 1),
+            (json!({ "match_typed_subject_alt_names": [{ "matcher": exact }] }), 1),
+            (json!({ "match_subject_alt_names": [{ "prefix": "spiffe://" }] }), 0),
+        ] {
+            let common = json!({
+                "alpn_protocols": ["istio"],
+                "tls_certificate_sds_secret_configs": [{ "name": "default" }],
+                "combined_validation_context": {
+                    "default_validation_context": context,
+                    "validation_context_sds_secret_config": roots,
+                },
+            });
+            let found = Tls::read(&json!({ "sni": "a", "common_tls_context": common }), &json!({}));
+            let names = expected.names[..names].to_vec();
+            assert_eq!(found, Tls { names, ..expected.clone() });
+        }
+    }
+
+    #[test]
+    fn envoy_accepts_a_certificate_with_one_of_the_names() {
+        let peer = |name: &str| {
+            let key = rcgen::KeyPair::generate().expect("a key");
+            let params = rcgen::CertificateParams::new(vec![name.to_owned()]).expect("a name");
+            Facts::read(params.self_signed(&key).expect("a certificate").der()).expect("facts")
+        };
+        for (wanted, name, expected) in [
+            (&[][..], "b.test", true),
+            (&["a.test", "b.test"], "b.test", true),
+            (&["a.test"], "b.test", false),
+            (&["a.b.test"], "*.b.test", true),
+            (&["c.a.b.test", "b.test"], "*.b.test", false),
+        ] {
+            let names = wanted.iter().map(|name| (*name).to_owned()).collect();
+            let tls = Tls { names, ..Tls::default() };
+            assert_eq!(tls.accepts(&peer(name)), expected, "{wanted:?} {name}");
+        }
+    }
 }

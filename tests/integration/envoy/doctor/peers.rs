@@ -67,9 +67,8 @@ fn with_sidecar(port: u16, roots: &str) -> Vec<Value> {
     let mut socket = secured(cluster(CART))["transport_socket"].take();
     let context = &mut socket["typed_config"]["common_tls_context"];
     context.as_object_mut().unwrap().remove("validation_context_sds_secret_config");
-    let name = json!({ "san_type": "URI", "matcher": { "exact": IDENTITY } });
     context["combined_validation_context"] = json!({
-        "default_validation_context": { "match_typed_subject_alt_names": [name] },
+        "default_validation_context": { "match_subject_alt_names": [{ "exact": IDENTITY }] },
         "validation_context_sds_secret_config": secret(roots),
     });
     context["alpn_protocols"] = json!(["istio-peer-exchange", "istio"]);
