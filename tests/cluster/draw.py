@@ -74,7 +74,7 @@ def figures(page):
              ("a valid token until a certificate", "time from a valid token to a certificate, after 20 s with an expired token", "s"),
              ("start until Envoy is ready", "time until Envoy is ready", "ms"),
              ("start until the first certificate", "time until the first certificate", "ms"),
-             ("traffic capture with iptables", "time to set up traffic capture with iptables", "ms")]
+             ("setting up traffic capture", "time to set up traffic capture with iptables", "ms")]
     yield "times", lambda: {
         name: [(label, [number / (1e3 if unit == "ms" else 1) for number in row(what, unit, name)]) for label, what, unit in times]
         for name in (GO, OURS)}
@@ -132,23 +132,23 @@ def changes(plot, series):
 def failures(plot, series):
     figure, axes = plot.subplots(figsize=(7.5, 3.1))
     bars(axes, series, lambda numbers: 100 * numbers[0] / numbers[1], lambda numbers: f"{numbers[0]:,} of {numbers[1]:,}")
-    axes.set_xlabel("share of failed requests, under load")
+    axes.set_xlabel("share of failed requests under load; colour: agent of the affected sidecar")
     axes.xaxis.set_major_formatter("{x:g} %")
     return figure, [axes], axes.get_legend_handles_labels()
 
 
 def times(plot, series):
-    figure, axes = plot.subplots(figsize=(7.5, 3.9))
+    figure, axes = plot.subplots(figsize=(7.5, 5))
     for position, (name, points) in enumerate(series.items()):
         for number, (_, (median, least, most)) in enumerate(points):
-            place = number + (position - 0.5) * 0.36
-            axes.plot([least, most], [place, place], color=COLOURS[name], linewidth=3, alpha=0.55, solid_capstyle="round")
+            place = number + (position - 0.5) * 0.46
+            axes.plot([least, most], [place, place], color=COLOURS[name], linewidth=2.5, alpha=0.8, solid_capstyle="round")
             axes.plot([median], [place], color=COLOURS[name], marker=MARKERS[name], markersize=7, linestyle="", label=name if not number else None)
-            axes.annotate(f"{median:.2g} s" if median >= 1 else f"{1e3 * median:.0f} ms", (most, place), (7, 0),
-                          textcoords="offset points", va="center", fontsize=9)
+            axes.annotate(f"{median:.2g} s" if median >= 1 else f"{1e3 * median:.0f} ms", (median, place), (0, 5),
+                          textcoords="offset points", ha="center", va="bottom", fontsize=8)
     labels = [label for label, _ in series[GO]]
     every = [number for points in series.values() for _, numbers in points for number in numbers]
-    axes.set(xscale="log", xlim=(min(every) / 2, max(every) * 3), xlabel="median and range, on a logarithmic scale")
+    axes.set(xscale="log", xlim=(min(every) / 2, max(every) * 3), xlabel="median and range, on a logarithmic scale; less is better")
     axes.xaxis.set_major_formatter(lambda number, _: f"{number:g} s" if number >= 1 else f"{1e3 * number:g} ms")
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)

@@ -181,7 +181,8 @@ impl View {
                     (if is_workload { "Workload certificate " } else { "Root certificates " })
                     @if certificates.is_empty() { (pill(Level::Warning, "none")) }
                     @else if is_workload && !secret["next_renewal"].is_null() {
-                        small { "renewal " (self.relative(&secret["next_renewal"])) }
+                        @let due = &secret["next_renewal"];
+                        small { (if seconds(due) < self.now { "renewal due " } else { "renewal " }) (self.relative(due)) }
                     }
                 }
                 @for it in certificates.iter().take(MAX_BARS) {
