@@ -22,8 +22,8 @@ const TAKING: [&str; 7] = ["ACCEPT", "DNAT", "NETMAP", "NFQUEUE", "REDIRECT", "R
 pub fn find(layout: &Layout, family: Family, [pod, peer]: [IpAddr; 2]) -> Vec<Problem> {
     let istio = istio_alone(layout);
     let sender = Sender { user: APPLICATION.into(), group: APPLICATION.into() };
-    let directions = [(None, peer, pod), (Some(sender), pod, peer)].into_iter();
-    let bypasses = directions.filter_map(|(sender, source, destination)| {
+    let directions = [(None, peer, pod), (Some(sender), pod, peer)];
+    let bypasses = directions.into_iter().filter_map(|(sender, source, destination)| {
         let packet = |port| Packet {
             sender: sender.clone(),
             protocol: Protocol::Tcp,
@@ -81,11 +81,12 @@ fn bypass(layout: &Layout, istio: &Layout, packet: &Packet) -> Option<Problem> {
         ),
         None => (codes::CAPTURE_RULES_CHANGED, "no rule leads it to Istio's chains".to_owned()),
     };
-    let found = format!("{packet} {}, expected port {port}: {why}", trace.decision);
-    Some(Problem::new(code, SUBJECT, found))
+    let decision = trace.decision;
+    Some(Problem::new(code, SUBJECT, format!("{packet} {decision}, expected port {port}: {why}")))
 }
 
-/// Returns the rules without those of others in the kernel's chains, and with the jumps from these to Istio's chains.
+/// Returns Istio's rules alone: removes rules of others from the kernel's chains, and adds missing jumps from there to
+/// Istio's chains.
 fn istio_alone(layout: &Layout) -> Layout {
     let mut istio = layout.clone();
     for (place, entries) in istio.chains.iter_mut().filter(|((_, chain), _)| chain.is_builtin()) {

@@ -22,6 +22,8 @@ use crate::runtime::lifecycle::with_causes;
 
 /// The maximum size of a response, in bytes: enough for every page except a full `/config_dump`.
 const MAX_ANSWER: usize = 16 << 20;
+/// The longest line of a page that is read by lines, in bytes.
+const MAX_LINE: usize = 1 << 16;
 /// The period of requests to a starting Envoy, and the time for which it is used.
 const FAST_PERIOD: Duration = Duration::from_millis(25);
 const FAST_TIME: Duration = Duration::from_secs(5);
@@ -151,7 +153,7 @@ impl Admin {
         text.map_err(|error| with_causes(&error))
     }
 
-    /// Reads the lines of a page of any size. Fails with the reason why it cannot be read.
+    /// Reads the lines of a page of any size, without an unfinished last one. Fails with the reason why it cannot be read.
     pub async fn read_lines(&self, path: &str, read: impl FnMut(&str)) -> Result<(), String> {
         let outcome = timeout(self.limit, self.pass_lines(path, read)).await;
         outcome.map_err(|late| late.to_string())?.map_err(|error| with_causes(&error))
@@ -170,10 +172,10 @@ impl Admin {
                 read(&String::from_utf8_lossy(&rest.split_to(end)));
                 rest.advance(1);
             }
-            if rest.len() > MAX_ANSWER {
+            if rest.len() > MAX_LINE {
                 return Err(http_client::Error::TooLarge {
                     authority: self.address.to_string(),
-                    limit: MAX_ANSWER,
+                    limit: MAX_LINE,
                 }
                 .into());
             }

@@ -4,7 +4,7 @@
 //! reason. Expiry is checked here, because path validation ignores the dates of an anchor. Files are read
 //! again at each call.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -55,8 +55,8 @@ pub(crate) const MAX_PEM: u64 = 16 << 20;
 
 const SYSTEM: &str = "the operating system";
 
-/// The lines that were logged about certificates that are left out.
-static LOGGED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+/// The last line about certificates that are left out, by their source.
+static LOGGED: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
 
 /// The bundles of different operating systems; the first that exists is used.
 pub const SYSTEM_BUNDLES: [&str; 8] = [
@@ -182,7 +182,9 @@ impl Anchors {
             return Err(left_out);
         }
         let line = format!("{used} root certificates of {source} are used; left out: {left_out}");
-        if self.broken + unusable + self.expired > 0 && LOGGED.lock().insert(line.clone()) {
+        if self.broken + unusable + self.expired > 0
+            && LOGGED.lock().insert(source.to_owned(), line.clone()).as_ref() != Some(&line)
+        {
             match source {
                 SYSTEM => tracing::info!("{line}"),
                 _ => tracing::warn!("{line}"),
