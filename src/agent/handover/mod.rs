@@ -394,9 +394,15 @@ impl Successor {
         self.gate.cancel();
         let mut report = self.holder.envoy.report();
         let live = report.wait_for(|now| now.state == State::Running);
-        timeout(ANSWER_LIMIT, live).await??;
-        // The former agent may have been killed meanwhile. This one has the lock, and serves.
-        let _ = channel.send(&Message::Done).await;
+        tokio::select! {
+            live = timeout(ANSWER_LIMIT, live) => {
+                live??;
+                // The former agent may have been killed meanwhile. This one has the lock, and serves.
+                let _ = channel.send(&Message::Done).await;
+            }
+            // It sends nothing more, so it has been killed. Envoy is not live before the supervisor knows.
+            _ = channel.receive() => {}
+        }
         Ok(())
     }
 }

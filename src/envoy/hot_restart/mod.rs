@@ -610,11 +610,11 @@ impl HotRestart {
         PARENT_GRACE.saturating_add(self.limits.parent_shutdown)
     }
 
-    /// Returns true if a parent that exits now has not been ended by its successor.
+    /// Returns true if a parent that exits now has not been ended by its successor, which may not be live yet.
     fn is_early(&self) -> bool {
         let shutdown = Duration::from_secs(self.limits.parent_shutdown.as_secs());
         self.live_since
-            .is_some_and(|since| since.elapsed().saturating_add(DETECTION_DELAY) < shutdown)
+            .is_none_or(|since| since.elapsed().saturating_add(DETECTION_DELAY) < shutdown)
     }
 }
 
@@ -658,13 +658,22 @@ pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), 
     }
 }
 
-/// Receives and ignores the messages for a parent that has exited. Cancel safe.
+/// The reply to a message that Envoy does not know, with its length (`hot_restart.proto`, field
+/// `didnt_recognize_your_last_message`).
+const NOT_RECOGNIZED: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 2, 0x18, 1];
+
+/// Receives the messages for a parent that has exited. Replies that they are not recognized: the successor waits for a
+/// reply when it asks for the socket of a new listener, and then binds its own. It ignores other replies. Cancel safe.
 async fn discard(sockets: Option<&[UnixDatagram; 2]>) -> Infallible {
     let (mut message, mut forwarded) = ([0], [0]);
     while let Some([messages, udp]) = sockets {
         tokio::select! {
-            Ok(_) = messages.recv(&mut message) => {
+            Ok((_, successor)) = messages.recv_from(&mut message) => {
                 tracing::info!("Envoy has sent a message to its former parent, which has exited");
+                if let Some(path) = successor.as_pathname() {
+                    // It fails if Envoy has exited, or has ten replies that it has not read.
+                    let _ = messages.try_send_to(&NOT_RECOGNIZED, path);
+                }
             }
             Ok(_) = udp.recv(&mut forwarded) => {}
             else => break,
@@ -693,7 +702,7 @@ mod tests {
             Some(Limits { parent_shutdown: second * 60, live: second, check: second });
         let mut hot_restart =
             HotRestart::new(&config, Arc::new(|_| Err("nothing".into())), &Registry::default());
-        assert!(!hot_restart.is_early(), "there is no successor");
+        assert!(hot_restart.is_early(), "the successor is not live");
         tokio::time::advance(second * 100).await;
         hot_restart.begin_parent_shutdown();
         let begun = Instant::now();

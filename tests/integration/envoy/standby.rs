@@ -47,7 +47,7 @@ struct Stage {
     pod: Pod,
     port: u16,
     control_plane: ControlPlane,
-    _backend: Backend,
+    backend: Backend,
 }
 
 impl Stage {
@@ -62,13 +62,7 @@ impl Stage {
         more: impl Fn(&ControlPlane) -> Vec<(&'static str, String)>,
     ) -> Self {
         let (backend, port) = (Backend::start().await, free_port());
-        let control_plane = ControlPlane::of(&[
-            cluster("books"),
-            endpoints("books", &[backend.port]),
-            listener("plain", port, "all"),
-            routes("all", "books", "0"),
-        ])
-        .await;
+        let control_plane = ControlPlane::of(&Self::resources(&backend, &[port])).await;
         let more = more(&control_plane);
         let mut environment = vec![
             ("ISTIO_AGENT_STANDBY", FIRST),
@@ -81,10 +75,22 @@ impl Stage {
             pod: Pod::serving(settings, &control_plane).await,
             port,
             control_plane,
-            _backend: backend,
+            backend,
         };
         stage.serves(FIRST).await;
         stage
+    }
+
+    /// Returns a listener at each of these ports, and what it needs.
+    fn resources(backend: &Backend, ports: &[u16]) -> Vec<serde_json::Value> {
+        let mut resources = vec![
+            cluster("books"),
+            endpoints("books", &[backend.port]),
+            routes("all", "books", "0"),
+        ];
+        let listeners = ports.iter().map(|port| listener(&format!("plain-{port}"), *port, "all"));
+        resources.extend(listeners);
+        resources
     }
 
     /// Starts the second container with hardly any environment, and waits until it is the standby.
@@ -420,6 +426,10 @@ async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_su
     assert!(info.contains("\"concurrency\": 2"), "{info}");
     stage.pod.agent.signal(Signal::KILL);
     standby.logs("the former Envoy has exited early").await;
+    // For a new listener, Envoy asks its parent for a socket, and waits for the answer.
+    let port = free_port();
+    stage.control_plane.set(&Stage::resources(&stage.backend, &[stage.port, port])).await;
+    eventually("the new listener serves", async || get(port).await.ok()).await;
     standby.logs("has sent a message to its former parent").await;
     // It is able to be replaced again.
     standby.signal(Signal::HUP);
