@@ -16,7 +16,9 @@ const MAX_TEXT: usize = 1000;
 /// The indentation of the second and later lines of a finding.
 const INDENT: &str = "           ";
 /// The codes of problems that are warnings, unless a check sets another level.
-const WARNINGS: [&Code; 21] = [
+const WARNINGS: [&Code; 23] = [
+    codes::BOOTSTRAP_HOST_UNRESOLVED,
+    codes::BOOTSTRAP_MEMBER_IGNORED,
     codes::CAPTURE_BYPASSED,
     codes::CERTIFICATE_EXPIRES_SOON,
     codes::CIRCUIT_BREAKER_OPEN,

@@ -198,8 +198,11 @@ async fn test_connection(subject: Subject<'_>, family: Family, why: &str) -> Che
             format!("outbound: a call to {call} is redirected to Envoy; inbound: {UNCHECKED}"),
         ),
         (Err(failed), Ok(())) if failed.kind() == io::ErrorKind::ConnectionRefused => {
-            let found =
-                format!("a call to {call} is not redirected to Envoy, which listens on {envoy}");
+            let user = geteuid().as_raw();
+            let found = format!(
+                "a call to {call} is not redirected to Envoy, which listens on {envoy}: there are no rules, or they \
+                 are for another user than {user} (`--proxy-uid` of istio-init, `runAsUser` of istio-proxy)"
+            );
             error(codes::CAPTURE_RULES_MISSING, found)
         }
         _ => skipped(),

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use super::{PROBE_LIMIT, Running, Subject, capture, peers, run_blocking};
 use crate::config;
-use crate::envoy::admin::Admin;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Method, Outcome, Report};
 use crate::envoy::{Config, inspect, program};
@@ -19,8 +18,10 @@ use crate::report::{Check, Level};
 const ADMIN: &str = "admin port";
 /// The time after which an Envoy must have opened its admin port, also on a busy machine.
 const START_LIMIT: Duration = Duration::from_secs(5);
-/// The page with the number of listeners that a request to the admin port has closed.
-const STOPPED: &str = "/stats?filter=%5Elistener_manager.listener_stopped%24";
+/// The page with the number of listeners that a request to the admin port has closed, and the number of members of the
+/// bootstrap that Envoy does not know.
+const COUNTERS: &str =
+    "/stats?filter=%5E(listener_manager.listener_stopped%7Cserver.static_unknown_fields)%24";
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(envoy) = &subject.config.envoy else {
@@ -61,9 +62,12 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             // The text is commit, version, status, kind and TLS library.
             let version = text("version").split('/').nth(1).unwrap_or("unknown");
             let found = format!("{}: {}, version {version}", admin.address, text("state"));
+            let counters = admin.text(COUNTERS).await.unwrap_or_default();
             if let Some(report) = &report {
-                checks.extend(drained(&admin, text("state"), report).await.iter().map(Check::from));
+                let stopped = count(&counters, "listener_manager.listener_stopped");
+                checks.extend(drained(stopped, text("state"), report).iter().map(Check::from));
             }
+            checks.extend(unknown_members(&counters).iter().map(Check::from));
             checks.extend(waits.iter().map(Check::from).chain(endpoints));
             checks.extend(refusals.problems.iter().map(Check::from));
             if !refusals.are_counted {
@@ -97,12 +101,23 @@ fn has_just_started(report: Report) -> bool {
     age.is_some_and(|age| age < START_LIMIT)
 }
 
+/// Returns a counter of a page of Envoy's statistics.
+fn count(page: &str, name: &str) -> u64 {
+    let mut lines = page.lines().filter_map(|line| line.split_once(": "));
+    lines.find(|line| line.0 == name).and_then(|line| line.1.parse().ok()).unwrap_or(0)
+}
+
+/// Reports members of the bootstrap that Envoy ignores.
+fn unknown_members(counters: &str) -> Option<Problem> {
+    let unknown = count(counters, "server.static_unknown_fields");
+    let found = format!("unknown members: {unknown}");
+    (unknown > 0).then(|| Problem::new(codes::BOOTSTRAP_MEMBER_IGNORED, "bootstrap", found))
+}
+
 /// Reports an Envoy that another process has drained.
-async fn drained(admin: &Admin, state: &str, report: &Report) -> Option<Problem> {
-    let stopped = admin.text(STOPPED).await.unwrap_or_default();
-    let count = stopped.trim().rsplit(' ').next().filter(|count| !count.is_empty());
+fn drained(stopped: u64, state: &str, report: &Report) -> Option<Problem> {
     // After a hot restart, Envoy adds the counts of the former Envoy.
-    let is_stopped = count.is_some_and(|count| count != "0") && report.restart_epoch() == 0;
+    let is_stopped = stopped > 0 && report.restart_epoch() == 0;
     let found = match state {
         _ if report.problem().is_some() || report.is_drained => return None,
         "DRAINING" => "its health check was failed (`POST /healthcheck/fail`), not by the agent",

@@ -88,10 +88,22 @@ pub(super) async fn checks(subject: Subject<'_>, admin: &Admin) -> Vec<Check> {
         });
         checks = join_all(examined).await;
     }
-    if !endpoints.without_healthy.is_empty() {
-        let subject = "services without a healthy endpoint";
-        let names = Vec::from_iter(endpoints.without_healthy).join(", ");
-        checks.push(Check::from(&Problem::new(codes::NO_HEALTHY_ENDPOINT, subject, names)));
+    for (code, subject, names) in [
+        (
+            codes::NO_HEALTHY_ENDPOINT,
+            "services without a healthy endpoint",
+            endpoints.without_healthy,
+        ),
+        (
+            codes::BOOTSTRAP_HOST_UNRESOLVED,
+            "clusters whose host has no address",
+            endpoints.unresolved,
+        ),
+    ] {
+        if !names.is_empty() {
+            let names = Vec::from_iter(names).join(", ");
+            checks.push(Check::from(&Problem::new(code, subject, names)));
+        }
     }
     checks
 }

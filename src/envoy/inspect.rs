@@ -18,6 +18,9 @@ use crate::problem::{Code, Problem, codes};
 
 /// The pause before a finding is confirmed, because every update warms for a moment.
 const PAUSE: Duration = Duration::from_millis(300);
+/// The clusters of the bootstrap to which Envoy sends traces, metrics and access logs.
+const COLLECTORS: [&str; 5] =
+    ["zipkin", "lightstep", "datadog_agent", "envoy_metrics_service", "envoy_accesslog_service"];
 /// The most failing endpoints that are returned.
 const MAX_FAILING: usize = 16;
 
@@ -257,6 +260,8 @@ pub struct Endpoints {
     pub failing: Vec<FailingEndpoint>,
     /// The services without a healthy endpoint among those whose endpoints istiod sends.
     pub without_healthy: BTreeSet<String>,
+    /// The clusters of the bootstrap whose host has no address.
+    pub unresolved: BTreeSet<String>,
 }
 
 /// An endpoint to which connections of Envoy have failed, or most requests. The counters never decrease.
@@ -338,6 +343,9 @@ impl ClusterPage {
         if is_service && self.has_endpoints && !self.is_healthy {
             let host = self.cluster.rsplit('|').next().unwrap_or_default();
             self.found.without_healthy.insert(host.to_owned());
+        }
+        if COLLECTORS.contains(&&*self.cluster) && !self.has_endpoints {
+            self.found.unresolved.insert(self.cluster.clone());
         }
         (self.has_endpoints, self.is_healthy) = (false, false);
     }
@@ -469,6 +477,8 @@ mod tests {
                     outbound|80||d.b::10.0.0.1:8080::rq_error::0\n\
                     outbound|80||d.b::10.0.0.1:8080::health_flags::/failed_eds_health\n\
                     inbound|80||::eds_service_name::x\n\
+                    zipkin::observability_name::zipkin\n\
+                    datadog_agent::10.0.0.1:8126::health_flags::healthy\n\
                     xds-grpc::./etc/istio/proxy/XDS::cx_connect_fail::1\nx\n::\n";
         let failing = |address: &str| FailingEndpoint {
             cluster: "outbound|80||a.b".to_owned(),
@@ -486,6 +496,7 @@ mod tests {
                 },
             ],
             without_healthy: ["c.b", "d.b"].map(str::to_owned).into(),
+            unresolved: ["zipkin".to_owned()].into(),
         };
         let read = |text: &str| {
             let mut page = ClusterPage::default();

@@ -13,7 +13,7 @@ use super::place::Place;
 use super::pod::Pod;
 
 /// The time that the doctor may take.
-const LIMIT: Duration = Duration::from_secs(3);
+const LIMIT: Duration = Duration::from_secs(10);
 
 /// The permits to run a doctor. Two run at once, so that they do not wait for each other on a machine of two cores.
 static PERMITS: Semaphore = Semaphore::const_new(2);

@@ -31,14 +31,14 @@ use crate::support::{
 };
 
 /// Returns the report of `pilot-agent doctor --json` and its exit code. Asserts that the command takes less than
-/// 3 s.
+/// 10 s, also on a busy machine.
 pub fn diagnosed(place: &Place) -> (Value, i32) {
     let began = Instant::now();
     let output = block_in_place(|| place.run(&["doctor", "--json"]));
     let took = began.elapsed();
     let errors = String::from_utf8_lossy(&output.stderr);
     let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{errors}"));
-    assert!(took < Duration::from_secs(3), "{took:?}: {report:#}");
+    assert!(took < Duration::from_secs(10), "{took:?}: {report:#}");
     (report, output.status.code().unwrap_or(-1))
 }
 

@@ -100,7 +100,8 @@ async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user
         iptables(&format!("-u 2000 {usual}"));
         let own: Says = ("CAPTURE_PROXY_UID", &["user 1337"], &["--proxy-uid", "runAsUser"]);
         judge("rules for another user", 0, &[], own).await;
-        judge("rules for another user, without NET_ADMIN", AGENT, &[], not_redirected).await;
+        let other_user: Says = (MISSING, &["for another user than 1337 (`--proxy-uid`"], CURE);
+        judge("rules for another user, without NET_ADMIN", AGENT, &[], other_user).await;
         iptables(&format!("-u 1337 -p 15011 -z 15006 -i * -b * {back_end}"));
         assert(0, &[], &["ok", "lead to ports 15011 and 15006"]);
         iptables(&format!("--cleanup-only {back_end}"));

@@ -1,19 +1,22 @@
 //! Tests that the doctor names faults of sockets, ports, programs and endpoints.
 
 use std::fs;
-use std::net::{TcpListener, UdpSocket};
+use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 
 use http::Method;
 use rustix::process::{Resource, Rlimit, Signal, kill_process, prlimit};
 use serde_json::{Value, json};
 
-use super::{ended, envoy_says, is_ready, nack, pod, ready};
+use super::{checks, diagnosed, ended, envoy_says, is_ready, nack, pod, ready};
 use crate::envoy::lifecycle::wait_until_agent_sees_envoy_running;
 use crate::support::control_plane::ControlPlane;
 use crate::support::faults::{Fault, Faults, Says};
 use crate::support::http::{Backend, try_ask};
+use crate::support::names::Resolver;
+use crate::support::namespace;
 use crate::support::pod::Pod;
 use crate::support::programs::envoy_binary;
 use crate::support::resources::{answering, cluster, endpoints, listener, routes};
@@ -26,6 +29,19 @@ const SDS: &str = "var/run/secrets/workload-spiffe-uds/socket";
 fn replaced(pod: &Pod, path: &str) -> UnixListener {
     fs::remove_file(pod.path(path)).unwrap();
     UnixListener::bind(pod.path(path)).unwrap()
+}
+
+/// Returns the part of a bootstrap that has Envoy ask this resolver.
+fn bootstrap_with(resolver: SocketAddr) -> Value {
+    let address = json!({ "address": resolver.ip(), "port_value": resolver.port() });
+    let kind = "envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig";
+    json!({ "typed_dns_resolver_config": {
+        "name": "envoy.network.dns_resolver.cares",
+        "typed_config": {
+            "@type": format!("type.googleapis.com/{kind}"),
+            "resolvers": [{ "socket_address": address }],
+        },
+    }})
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -143,6 +159,15 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
         );
         Fault::new(pod, says).with(control_plane)
     });
+    faults.assert_all_reported().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_part_of_the_bootstrap_without_effect_is_named_with_its_cure() {
+    if envoy_binary().is_none() {
+        return;
+    }
+    let mut faults = Faults::default();
     faults.add("a bootstrap that Envoy refuses", async {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         std::io::Write::write_all(&mut file, br#"{"stats_flush_interval": "soon"}"#).unwrap();
@@ -155,6 +180,35 @@ async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
             &["ISTIO_BOOTSTRAP_OVERRIDE"],
         );
         Fault::new(pod, says).with((control_plane, file))
+    });
+    faults.add("a bootstrap override with a member that Envoy does not know", async {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        std::io::Write::write_all(&mut file, br#"{"stats_flush_intervall": "1s"}"#).unwrap();
+        let path = file.path().to_str().unwrap().to_owned();
+        let (pod, control_plane) = ready(&[("ISTIO_BOOTSTRAP_OVERRIDE", &path)]).await;
+        assert!(pod.agent.log().contains("stats_flush_intervall"), "{}", pod.agent.log());
+        let says: Says = (
+            "BOOTSTRAP_MEMBER_IGNORED",
+            &["bootstrap", "unknown members: 1"],
+            &["Envoy's log names", "ISTIO_BOOTSTRAP_OVERRIDE"],
+        );
+        Fault::new(pod, says).with((control_plane, file)).warns()
+    });
+    faults.add("a tracing host without an address", async {
+        let resolver = ([127, 0, 0, 1], free_port()).into();
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        std::io::Write::write_all(&mut file, bootstrap_with(resolver).to_string().as_bytes())
+            .unwrap();
+        let resolver = Resolver::start(resolver);
+        let tracing = json!({ "tracing": { "zipkin": { "address": "zipkin.missing:9411" } } });
+        let environment = [
+            ("PROXY_CONFIG", &*tracing.to_string()),
+            ("ISTIO_BOOTSTRAP_OVERRIDE", file.path().to_str().unwrap()),
+        ];
+        let (pod, control_plane) = ready(&environment).await;
+        assert!(resolver.asked("zipkin.missing.") > 0);
+        let says: Says = ("BOOTSTRAP_HOST_UNRESOLVED", &["zipkin"], &["`tracing`"]);
+        Fault::new(pod, says).with((control_plane, resolver, file)).warns()
     });
     for (name, path, why) in [
         ("no bootstrap override", "etc/missing.json", "No such file"),
@@ -389,4 +443,45 @@ async fn readiness_names_what_envoy_waits_for() {
     let line = eventually("the cause in the log", log).await;
     assert!(line.contains("plain waits for"), "{line}");
     assert!(line.ends_with("see `pilot-agent doctor`"), "{line}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_limit_of_the_container_that_is_used_up_is_named_with_its_cure() {
+    const TEST: &str =
+        "doctor::faults::each_limit_of_the_container_that_is_used_up_is_named_with_its_cure";
+    if envoy_binary().is_none() || !namespace::is_inside(TEST) {
+        return;
+    }
+    let groups = Path::new("/sys/fs/cgroup");
+    namespace::run("mount", &["-t", "tmpfs", "tmpfs", "/sys/fs/cgroup"]);
+    for group in ["memory", "pids"] {
+        fs::create_dir(groups.join(group)).unwrap();
+    }
+    // The names of version 2 at the top, and those of version 1 below.
+    for (file, content) in [
+        ("memory.stat", "inactive_file 1048576\n"),
+        ("memory.max", "104857600\n"),
+        ("memory.current", "104857600\n"),
+        ("pids.max", "40\n"),
+        ("pids.current", "40\n"),
+        ("memory/memory.stat", "total_inactive_file 1048576\n"),
+        ("memory/memory.limit_in_bytes", "104857600\n"),
+        ("memory/memory.usage_in_bytes", "104857600\n"),
+        ("pids/pids.max", "40\n"),
+        ("pids/pids.current", "40\n"),
+    ] {
+        fs::write(groups.join(file), content).unwrap();
+    }
+    let (pod, _control_plane) = ready(&[]).await;
+    let (report, _) = diagnosed(&pod).await;
+    for (code, level, found, remedy) in [
+        ("MEMORY_USED_UP", "warning", "99 of 100 are in use", "memory limit of the container"),
+        ("TASKS_USED_UP", "error", "40 of 40 are in use", "podPidsLimit"),
+    ] {
+        let checks = checks(&report);
+        let check = checks.iter().find(|(_, check)| check["code"] == code);
+        let (_, check) = check.unwrap_or_else(|| panic!("{code}: {report:#}"));
+        assert_eq!((&check["level"], &check["found"]), (&json!(level), &json!(found)));
+        assert!(check["remedy"].as_str().unwrap().contains(remedy), "{check}");
+    }
 }

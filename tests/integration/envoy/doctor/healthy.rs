@@ -2,13 +2,14 @@
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWriteExt, copy_bidirectional};
 use tokio::net::TcpStream;
 
 use super::{checks, diagnosed, is_ready};
 use crate::support::control_plane::ControlPlane;
 use crate::support::faults::{Fault, Faults};
-use crate::support::http::{Backend, Server, connect, try_ask};
+use crate::support::http::{Backend, Server, connect, read_head, try_ask};
+use crate::support::names::{Resolver, name_table};
 use crate::support::pod::{Pod, Settings};
 use crate::support::programs::envoy_binary;
 use crate::support::resources::{
@@ -17,6 +18,8 @@ use crate::support::resources::{
 use crate::support::{eventually, free_port};
 
 const CART: &str = "outbound|8080||cart.shop";
+/// A file that names no resolver.
+const NO_RESOLVER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
 
 /// Starts a pod of this role, and waits until it is ready.
 async fn ready(
@@ -25,14 +28,18 @@ async fn ready(
     resources: &[Value],
 ) -> (Pod, ControlPlane) {
     let control_plane = ControlPlane::of(resources).await;
-    // This file names no resolver.
-    let none = ("ISTIO_AGENT_RESOLV_CONF", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
-    let environment = [environment, &[none]].concat();
+    (pod(role, environment, &control_plane).await, control_plane)
+}
+
+/// Starts a pod of this role with this control plane, and waits until it is ready.
+async fn pod(role: &str, environment: &[(&str, &str)], control_plane: &ControlPlane) -> Pod {
+    let none = ("ISTIO_AGENT_RESOLV_CONF", NO_RESOLVER);
+    let environment = [&[none], environment].concat();
     let envoy = envoy_binary().unwrap();
     let settings = Settings { envoy: Some(&envoy), environment: &environment };
-    let pod = Pod::start_as(role, settings, &control_plane);
+    let pod = Pod::start_as(role, settings, control_plane);
     is_ready(&pod).await;
-    (pod, control_plane)
+    pod
 }
 
 /// Starts a sidecar that sends requests at this port to an endpoint, and sends some.
@@ -51,6 +58,16 @@ async fn calling(endpoint: u16, port: u16, count: usize) -> (Pod, ControlPlane) 
         .await;
     }
     (pod, control_plane)
+}
+
+/// Serves a CONNECT request by a connection to the same port at the loopback address.
+async fn tunnel(mut client: TcpStream) {
+    let head = read_head(&mut client).await.unwrap_or_default();
+    let port = head.split(' ').nth(1).and_then(|host| host.rsplit(':').next()?.parse().ok());
+    let port: u16 = port.unwrap_or_else(|| panic!("{head}"));
+    let mut server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+    let _ = copy_bidirectional(&mut client, &mut server).await;
 }
 
 fn count_all() -> String {
@@ -171,6 +188,34 @@ async fn no_event_that_is_harmless_is_a_finding() {
         }
         Fault::none(pod).with(control_plane)
     });
+    set_ups.add("DNS capture", async {
+        let port = free_port();
+        let resolver = Resolver::start(([127, 0, 0, 1], port).into());
+        let resolv_conf = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&resolv_conf, format!("nameserver [127.0.0.1]:{port}\n")).unwrap();
+        let dns = [
+            ("ISTIO_META_DNS_CAPTURE", "true"),
+            ("DNS_PROXY_ADDR", &*format!("127.0.0.1:{}", free_port())),
+            ("ISTIO_AGENT_RESOLV_CONF", resolv_conf.path().to_str().unwrap()),
+        ];
+        let control_plane = ControlPlane::of(&[answering("plain", free_port())]).await;
+        control_plane.add(name_table("shop", &[("books", &["10.1.2.3"])]));
+        let pod = pod("sidecar", &dns, &control_plane).await;
+        Fault::none(pod).with((control_plane, resolver, resolv_conf))
+    });
+    set_ups.add("an HTTP proxy", async {
+        let proxy = Backend::serving(tunnel).await;
+        let control_plane = ControlPlane::of(&[answering("plain", free_port())]).await;
+        // Only the proxy finds this host. The agent uses no proxy for loopback addresses.
+        let port = control_plane.istiod.address.port();
+        let address = format!("istiod.istio-system.svc:{port}");
+        let environment = [
+            ("HTTPS_PROXY", &*format!("http://127.0.0.1:{}", proxy.port)),
+            ("PROXY_CONFIG", &*json!({ "discoveryAddress": address }).to_string()),
+        ];
+        let pod = pod("sidecar", &environment, &control_plane).await;
+        Fault::none(pod).with((control_plane, proxy))
+    });
     set_ups.add("a container that was killed", async {
         let (mut pod, control_plane) =
             ready("sidecar", &[], &[answering("plain", free_port())]).await;
@@ -197,7 +242,7 @@ async fn no_event_that_is_harmless_is_a_finding() {
 async fn a_pod_that_drains_has_no_other_finding() {
     let Some(envoy) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[answering("plain", free_port())]).await;
-    let none = ("ISTIO_AGENT_RESOLV_CONF", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
+    let none = ("ISTIO_AGENT_RESOLV_CONF", NO_RESOLVER);
     let settings = Settings { envoy: Some(&envoy), environment: &[none] };
     let pod = Pod::draining_for("sidecar", "60s", settings, &control_plane);
     is_ready(&pod).await;

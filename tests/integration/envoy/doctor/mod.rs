@@ -21,7 +21,7 @@ use crate::support::programs::envoy_binary;
 use crate::support::resources::answering;
 use crate::support::{eventually, free_port};
 
-/// Runs the command, which must end within three seconds. Returns its report and its exit code.
+/// Runs the command, which must end within ten seconds, also on a busy machine. Returns its report and its exit code.
 pub async fn diagnosed(pod: &Pod) -> (Value, Option<i32>) {
     let mut command = pod.command_as_agent();
     command.args(["doctor", "--json"]);
@@ -29,7 +29,7 @@ pub async fn diagnosed(pod: &Pod) -> (Value, Option<i32>) {
     let mut process = Process::start(&mut command, &pod.path("doctor.log"));
     let status = process.end().await;
     let (took, log) = (began.elapsed(), process.log());
-    assert!(took < Duration::from_secs(3), "{took:?}: {log}");
+    assert!(took < Duration::from_secs(10), "{took:?}: {log}");
     let report = serde_json::from_str(&log).unwrap_or_else(|error| panic!("{error}: {log}"));
     (report, status.code())
 }

@@ -231,6 +231,23 @@ async fn each_peer_that_fails_is_named_with_what_is_wrong() {
         let fault = Fault::new(pod, ("REQUESTS_FAIL", &words, &["5xx"]));
         fault.with((control_plane, server)).warns()
     });
+    faults.add("an application that is slower than the route's timeout", async {
+        let server = Server::start(0, |_| None).await;
+        let port = free_port();
+        let mut routes = routes("all", CART, "x");
+        routes["virtual_hosts"][0]["routes"][0]["route"]["timeout"] = json!("0.1s");
+        let resources =
+            [plain(), endpoints(CART, &[server.port]), listener("plain", port, "all"), routes];
+        let (pod, control_plane) = pod(&resources, &[]).await;
+        is_ready(&pod).await;
+        for _ in 0..10 {
+            eventually("an answer", async || try_ask(port, "GET /", "").await).await;
+        }
+        let words = [CART, "10 requests failed (10 of them without an answer in time), 0 did not"];
+        let fault =
+            Fault::new(pod, ("REQUESTS_FAIL", &words, &["slower than the route's timeout"]));
+        fault.with((control_plane, server)).warns()
+    });
     faults.assert_all_reported().await;
     drop(directory);
 }
