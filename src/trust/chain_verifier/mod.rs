@@ -126,11 +126,34 @@ impl ServerCertVerifier for TrustAnchors {
     }
 }
 
-/// Verifies like [`TrustAnchors`], but accepts any name, for a server at the loopback address.
+/// Verifies like [`TrustAnchors`], but compares the names of the certificate with a list, not with the name of the server.
 #[derive(Debug)]
-pub(crate) struct AnyName(pub(crate) TrustAnchors);
+pub(crate) struct OneOf {
+    pub roots: TrustAnchors,
+    /// The URIs and DNS names of which the certificate must have one. Empty if any will do.
+    pub names: Vec<String>,
+}
 
-impl ServerCertVerifier for AnyName {
+impl OneOf {
+    /// Returns true if the certificate has one of the names.
+    fn accepts(&self, certificate: &X509Certificate<'_>) -> bool {
+        let found = certificate.subject_alternative_name().ok().flatten();
+        let found = found.iter().flat_map(|extension| &extension.value.general_names);
+        let mut found = found.filter_map(|name| match name {
+            GeneralName::URI(name) | GeneralName::DNSName(name) => Some(*name),
+            _ => None,
+        });
+        found.any(|it| self.names.iter().any(|name| it == name || covers(it, name)))
+    }
+}
+
+/// Returns true if a DNS name of a certificate is a wildcard for this host.
+fn covers(name: &str, host: &str) -> bool {
+    let parent = host.split_once('.').map(|(_, parent)| parent);
+    name.strip_prefix("*.").is_some_and(|suffix| parent == Some(suffix))
+}
+
+impl ServerCertVerifier for OneOf {
     fn verify_server_cert(
         &self,
         leaf: &CertificateDer<'_>,
@@ -139,7 +162,10 @@ impl ServerCertVerifier for AnyName {
         _: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        self.0.verify_chain(leaf, intermediates, now)?;
+        self.roots.verify_chain(leaf, intermediates, now)?;
+        if !self.names.is_empty() && !parse(leaf).is_some_and(|leaf| self.accepts(&leaf)) {
+            return Err(CertificateError::NotValidForName.into());
+        }
         Ok(ServerCertVerified::assertion())
     }
 
@@ -149,7 +175,7 @@ impl ServerCertVerifier for AnyName {
         leaf: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls12_signature(message, leaf, signature)
+        self.roots.verify_tls12_signature(message, leaf, signature)
     }
 
     fn verify_tls13_signature(
@@ -158,11 +184,11 @@ impl ServerCertVerifier for AnyName {
         leaf: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls13_signature(message, leaf, signature)
+        self.roots.verify_tls13_signature(message, leaf, signature)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_verify_schemes()
+        self.roots.supported_verify_schemes()
     }
 }
 

@@ -330,3 +330,26 @@ async fn errors_for_constraints_that_webpki_cannot_verify_name_the_certificate()
         }
     }
 }
+
+#[test]
+fn a_certificate_with_one_of_the_names_is_accepted() {
+    let key = KeyPair::generate().unwrap();
+    for (wanted, name, expected) in [
+        (&[][..], "b.test", true),
+        (&["a.test", "b.test"], "b.test", true),
+        (&["a.test"], "b.test", false),
+        (&["a.b.test"], "*.b.test", true),
+        (&["c.a.b.test", "b.test"], "*.b.test", false),
+    ] {
+        let params = CertificateParams::new([name.to_owned()]).unwrap();
+        let certificate = params.self_signed(&key).unwrap();
+        let now = SystemTime::now();
+        let roots = trust_anchors::parse(Path::new("root"), certificate.pem().as_bytes(), now);
+        let names = wanted.iter().map(|name| (*name).to_owned()).collect();
+        let verifier = OneOf { roots: roots.unwrap(), names };
+        let server = ServerName::try_from("other.test").unwrap();
+        let leaf = certificate.der();
+        let verified = verifier.verify_server_cert(leaf, &[], &server, &[], UnixTime::now());
+        assert_eq!(verified.is_ok(), expected, "{wanted:?} {name}: {verified:?}");
+    }
+}
