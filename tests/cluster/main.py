@@ -12,6 +12,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "deploy" / "cluster"))
 
 import cases
+import istiods  # Adds its cases.
 import on_demand  # Adds its cases, and those of pods with a standby.
 from cluster import APPLICATION, OURS_NAMES, Cluster
 from compare import Comparison

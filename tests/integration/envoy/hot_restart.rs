@@ -387,7 +387,8 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
     assert_eq!(stage.only_envoy().await, first);
     stage.program(&binary);
     stage.change("good");
-    assert_eq!(stage.wait_for_epoch_with_mark("good").await, 1);
+    // On a busy machine, the agent starts the good program for the event of an earlier file.
+    assert_ne!(stage.wait_for_epoch_with_mark("good").await, 0);
     load.assert_flawless();
     stage.only_envoy().await;
     stage.ends_well().await;
