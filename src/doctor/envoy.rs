@@ -49,6 +49,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.extend(seen.rejections().iter().map(Check::from));
         let missing = seen.missing_listeners(capture::is_captured(subject.config));
         checks.extend(missing.iter().map(Check::from));
+        let stalled = seen.stream.as_ref().and_then(|it| it.problem.as_ref());
+        checks.extend(stalled.map(|problem| Check::with_level(Level::Warning, problem)));
         if let Some(on_demand) = &seen.on_demand {
             for problem in on_demand.problems() {
                 checks.push(Check::with_level(Level::Warning, &problem));

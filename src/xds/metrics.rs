@@ -47,6 +47,8 @@ pub(super) struct Metrics {
     pub(super) push_to_ack: Histogram,
     pub(super) services: Gauge,
     pub(super) on_demand: OnDemandMetrics,
+    /// Problems of istiod's streams, by code.
+    pub(super) alarms: Counters<1>,
     /// Ends of istiod's streams, by class.
     pub(super) istiod_ends: Counters<1>,
     /// Ends of Envoy's streams, by class.
@@ -78,6 +80,11 @@ impl Metrics {
             services: registry.gauge(
                 "istio_agent_xds_services",
                 "Services that Envoy was sent, by its subscriptions to endpoints",
+            ),
+            alarms: registry.counters(
+                "istio_agent_xds_alarms_total",
+                "Streams on which istiod did not answer the agent, or a subscription of Envoy",
+                &["code"],
             ),
             istiod_ends: registry.counters(
                 "istio_agent_istiod_connection_terminations",

@@ -5,12 +5,13 @@
 //! [`response`]): requests pass one by one, so that the agent's own can be put between them; responses
 //! are cut through while their bytes arrive, unless their type is intercepted or withheld
 //! ([`intercept`]). [`observe`] records requests and responses. When a stream ends, Envoy sends its
-//! subscriptions again. The [`ledger`] follows what Envoy has accepted, and
-//! stores it on disk if configured.
+//! subscriptions again. [`liveness`] finds streams that no longer work. The [`ledger`] follows what
+//! Envoy has accepted, and stores it on disk if configured.
 
 mod end;
 pub mod interceptor;
 pub mod ledger;
+mod liveness;
 mod metrics;
 pub mod observe;
 mod on_demand;

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::OptionFuture;
+use http::uri::Scheme;
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
@@ -35,6 +36,7 @@ use super::end::End;
 use super::interceptor::Interceptors;
 use super::ledger::EnvoyCache;
 use super::ledger::replay::Replay;
+use super::liveness::{Liveness, NEW_STREAM_INTERVAL};
 use super::observe::{Observer, Services, Source};
 use super::on_demand::OnDemand;
 use super::phase::{Event, IstiodStream, Phase, Requests};
@@ -219,6 +221,7 @@ impl<'a> Relay<'a> {
             self.first_response_due =
                 awaits_response.then(|| due.unwrap_or_else(|| after(MAX_SILENCE)));
             let wants_responses = self.state.wants_responses();
+            let liveness_due = self.state.liveness.due(wants_responses);
             let clusters_due = self.state.recorder.clusters_due;
             let stored_due = self.state.recorder.stored_due();
             tokio::select! {
@@ -248,7 +251,9 @@ impl<'a> Relay<'a> {
                 }
                 // The channel is closed only if the side that answers has ended, which `phase.next` returns.
                 Some(Ok(room)) = OptionFuture::from(request_room), if self.queue.memory() > 0 => {
-                    room.send(self.queue.pop().unwrap_or_default());
+                    let request = self.queue.pop().unwrap_or_default();
+                    self.state.liveness.note_request(&request);
+                    room.send(request);
                 }
                 Some(()) = OptionFuture::from(last_known_good_due.map(sleep_until)) => {
                     self.serve_last_known_good();
@@ -274,7 +279,11 @@ impl<'a> Relay<'a> {
                 Some(()) = OptionFuture::from(self.first_response_due.map(sleep_until)) => {
                     self.reconnect_or_end(End::no_first_response(), true)?;
                 }
+                Some(()) = OptionFuture::from(liveness_due.map(sleep_until)) => {
+                    self.state.liveness.check();
+                }
             }
+            self.report_problem()?;
             self.forward();
             self.reserve_memory()?;
             if self.unyielded >= MAX_UNYIELDED {
@@ -316,9 +325,39 @@ impl<'a> Relay<'a> {
                 let stream = IstiodStream::open(connection, istiod, protocol.path(), sent);
                 self.phase = Phase::Relaying(stream);
                 self.queue = self.resendable.clone().unwrap_or_default();
+                // Without an identity of the agent, istiod ends a stream on which it is asked.
+                let is_on = self.config.is_envoy
+                    && protocol == Protocol::Delta
+                    && istiod.uri(protocol.path()).scheme() == Some(&Scheme::HTTPS)
+                    && !self.config.observer.history.lock().refusing.contains(address);
+                self.state.liveness = Liveness::new(is_on);
             }
         }
         Ok(())
+    }
+
+    /// Records whether istiod's stream works. Ends the streams because of a new problem, at most once an hour.
+    fn report_problem(&mut self) -> Result<(), End> {
+        let RelayConfig { id, istiod, observer, .. } = self.config;
+        let problem = self.state.liveness.problem();
+        observer.record_problem(*id, problem.as_ref());
+        let is_new = std::mem::take(&mut self.state.liveness.is_new);
+        let Some(problem) = problem.filter(|_| is_new) else {
+            return Ok(());
+        };
+        tracing::warn!(target: "xdsproxy", id, "{problem}");
+        observer.metrics.alarms.with([problem.code.name]).inc();
+        let replaced = &mut observer.history.lock().replaced;
+        if replaced.is_some_and(|at| at.elapsed() < NEW_STREAM_INTERVAL) {
+            return Ok(());
+        }
+        *replaced = Some(Instant::now());
+        if let Some(stream) = self.phase.istiod_stream()
+            && problem.code == codes::DISCOVERY_STALLED
+        {
+            istiod.record_failure(&stream.connection, true, &problem);
+        }
+        Err(End::agent("istiod is asked again on another stream"))
     }
 
     /// Returns true if more requests are to be read. Those of an Envoy of this agent are always read while a side
@@ -398,6 +437,11 @@ impl<'a> Relay<'a> {
             return false;
         };
         let (istiod, code) = (&self.config.istiod, end.istiod_code());
+        if code.is_some_and(|code| self.state.liveness.is_refused(code)) {
+            let address = istiod.address().to_owned();
+            tracing::info!(target: "xdsproxy", id = self.config.id, "{address} ended a stream on which it was asked for a debug page, and is not asked again");
+            self.config.observer.history.lock().refusing.insert(address);
+        }
         self.config.observer.record_istiod_end(end);
         istiod.leave_if_unauthenticated(&stream.connection, code);
         let is_failure = code.is_some() && !stream.has_responded;
@@ -472,6 +516,7 @@ impl<'a> Relay<'a> {
             }
             self.queue.push(request);
         }
+        self.state.liveness.requests.drain(..).for_each(|request| self.queue.push(request));
         // Without a stream they stay, so that a new one can begin with them; no more are read (`wants_requests`).
         if self.resendable_memory() > MAX_RESENDABLE && self.phase.istiod_stream().is_some() {
             self.resendable = None;

@@ -3,12 +3,15 @@
 //! Requests are collected completely, so that requests of the agent can be put between them. All are small,
 //! except the first of a delta stream. A frame costs only the bytes that came, whatever length it announces.
 
+use std::collections::HashSet;
+
 use bytes::{BufMut, Bytes, BytesMut};
 use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
 use prost::{DecodeError, Message};
 use tonic::Status;
 
 use super::Protocol;
+use super::wire::NameDigest;
 
 /// The length of a gRPC frame's head: a flag byte and a 32-bit length.
 pub(crate) const HEAD: usize = 5;
@@ -135,6 +138,22 @@ pub(super) struct Subscription {
     pub(super) initial_resource_versions: Vec<Bytes>,
 }
 
+/// An entry of `initial_resource_versions`.
+#[derive(Clone, PartialEq, prost::Message)]
+struct InitialResource {
+    #[prost(bytes = "bytes", tag = "1")]
+    name: Bytes,
+}
+
+impl Subscription {
+    /// Returns the names of the resources that Envoy has when a delta stream begins.
+    pub(super) fn initial_names(&self) -> HashSet<NameDigest> {
+        let entries = self.initial_resource_versions.iter().cloned();
+        let entries = entries.flat_map(InitialResource::decode);
+        entries.map(|it| NameDigest::of(&it.name)).collect()
+    }
+}
+
 /// The fields of a `DiscoveryRequest` that the agent reads. Decoding skips all others.
 #[derive(Clone, PartialEq, prost::Message)]
 struct SotwFields {
@@ -187,6 +206,19 @@ pub(super) fn without_nonce(request: &Bytes) -> Option<Bytes> {
     request.response_nonce.clear();
     request.error_detail = None;
     Some(frame(&request.encode_to_vec()))
+}
+
+/// Encodes a delta request of the agent that subscribes to names of a type, or ends the subscription.
+pub(super) fn encode_subscription(type_url: &str, names: Vec<String>, ends: bool) -> Bytes {
+    let (resource_names_subscribe, resource_names_unsubscribe) =
+        if ends { (Vec::new(), names) } else { (names, Vec::new()) };
+    let request = DeltaDiscoveryRequest {
+        type_url: type_url.to_owned(),
+        resource_names_subscribe,
+        resource_names_unsubscribe,
+        ..Default::default()
+    };
+    frame(&request.encode_to_vec())
 }
 
 /// Encodes a message as a gRPC frame. Source: gRPC over HTTP/2, Length-Prefixed-Message.

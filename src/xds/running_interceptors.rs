@@ -108,6 +108,7 @@ mod tests {
                 removed: 0,
                 bytes: 1,
                 consumer: Consumer::Agent,
+                names: Default::default(),
             },
             message: Bytes::from_static(message.as_bytes()),
         }

@@ -6,12 +6,14 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
+use tokio::time::Instant;
 use tonic::{Code, Status};
 
 use super::end::End;
 use super::interceptor::{HEALTH, Interceptors, Outcome, SecondOutcome, encode_request};
 use super::ledger::rejected::NONCE;
 use super::ledger::{EnvoyCache, Recorder};
+use super::liveness::{DEBUG, Liveness};
 use super::observe::{Observer, Services, Source};
 use super::on_demand::{self, OnDemand};
 use super::request::{Request, RequestReader, frame, without_nonce};
@@ -48,6 +50,7 @@ pub(super) struct StreamState {
     pub(super) recorder: Recorder,
     /// None for clients other than Envoy.
     pub(super) services: Option<Services>,
+    pub(super) liveness: Liveness,
     /// None unless Envoy gets clusters on demand, and the responses are istiod's.
     pub(super) on_demand: Option<OnDemand>,
 }
@@ -79,6 +82,7 @@ impl StreamState {
             source: Source::Istiod,
             recorder: Recorder::new(store, id),
             services: None,
+            liveness: Liveness::new(false),
             on_demand,
         }
     }
@@ -144,12 +148,15 @@ impl StreamState {
     /// Prepares for another stream of istiod, because the last one had no response.
     pub(super) fn restart(&mut self) {
         self.responses = ResponseReader::new(self.protocol, self.interceptors.clone());
+        self.liveness = Liveness::new(false);
     }
 
     /// Takes bytes of responses. Queues those for the client in `to_client`, and complete responses for interceptors
     /// in `captured`. Fails if the bytes are not responses.
     pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
         self.note_replaced();
+        self.liveness.heard = Instant::now();
+        self.responses.reads_names = !self.liveness.awaited.is_empty();
         let mut malformed = None;
         let read = self.responses.feed(bytes, |output| match output {
             Output::Begins { type_url, length } => {
@@ -166,8 +173,13 @@ impl StreamState {
                 }
                 self.to_client.push_back(bytes);
             }
+            Output::Complete(it) if it.type_url == DEBUG && self.liveness.is_on => {
+                self.liveness.note_answer(&mut self.observer.history.lock());
+            }
             Output::Complete(received) => {
                 self.has_responded = true;
+                let (history, names) = (&mut self.observer.history.lock(), &received.names);
+                self.liveness.end(&received.type_url, names, Some(history));
                 if self.source == Source::Istiod {
                     tracing::debug!(
                         target: "xdsproxy",
@@ -359,7 +371,7 @@ fn log_request(id: u32, protocol: Protocol, frame: &Bytes) {
 }
 
 /// Returns the abbreviation by which Istio's logs name a type, or the type.
-fn short_type(type_url: &str) -> &str {
+pub(super) fn short_type(type_url: &str) -> &str {
     match type_url.strip_prefix("type.googleapis.com/") {
         Some("envoy.config.cluster.v3.Cluster") => "CDS",
         Some("envoy.config.listener.v3.Listener") => "LDS",

@@ -331,6 +331,7 @@ fn a_shutdown_under_way_shows_the_step_it_waits_for() {
         began: tokio::time::Instant::now(),
         connected: false,
         source: Source::Istiod,
+        problem: None,
     };
     let stream = Some(stream);
     overview["discovery"] = json!(Discovery { stream, ..discovery() });

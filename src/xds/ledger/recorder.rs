@@ -29,13 +29,6 @@ use crate::xds::{CHANGING_METADATA, LISTENER};
 /// The time that istiod's responses wait for stored clusters after Envoy has rejected some.
 const MAX_CLUSTERS_WAIT: Duration = Duration::from_secs(2);
 
-/// A resource that Envoy has when the stream begins: an entry of `initial_resource_versions`.
-#[derive(Clone, PartialEq, Message)]
-struct InitialResource {
-    #[prost(bytes = "bytes", tag = "1")]
-    name: Bytes,
-}
-
 /// The fields of a node that determine istiod's responses. Their maps are ordered, unlike Envoy's.
 #[derive(Clone, PartialEq, Message)]
 struct Node {
@@ -308,10 +301,7 @@ impl Recorder {
             state.answer(pid, type_of, &request.nonce, request.rejection.as_deref());
         }
         if is_first {
-            let names = subscription.initial_resource_versions.iter().cloned();
-            let names = names.flat_map(InitialResource::decode);
-            let initial = names.map(|it| NameDigest::of(&it.name)).collect();
-            state.begin_type(pid, type_of, initial);
+            state.begin_type(pid, type_of, subscription.initial_names());
         }
         state.change_subscription(pid, type_of, &subscription);
         state.end_after_nack(pid, type_of);

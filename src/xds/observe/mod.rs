@@ -19,10 +19,12 @@ use tokio::time::Instant;
 use super::Protocol;
 use super::end::End;
 use super::ledger::Ledger;
+use super::liveness::History;
 use super::metrics::Metrics;
 use super::request::{Request, shortened};
 use super::response::Received;
 use crate::metrics::{Kind, Registry};
+use crate::problem::Problem;
 use crate::runtime::clock::rfc3339;
 use record::Type;
 pub use record::{
@@ -49,6 +51,7 @@ const OTHER: &str = "other";
 pub struct Observer {
     table: Arc<Mutex<Table>>,
     pub(super) metrics: Metrics,
+    pub(super) history: Arc<Mutex<History>>,
     store: Option<Ledger>,
 }
 
@@ -129,7 +132,7 @@ impl Observer {
                 }
             });
         }
-        Self { table, metrics: Metrics::new(registry), store }
+        Self { table, metrics: Metrics::new(registry), history: Arc::default(), store }
     }
 
     /// Returns everything that has been recorded so far.
@@ -173,6 +176,7 @@ impl Observer {
             began: Instant::now(),
             connected: false,
             source: Source::Istiod,
+            problem: None,
         };
         table.open.insert(id, stream);
     }
@@ -183,6 +187,13 @@ impl Observer {
         table.served_since = None;
         if let Some(stream) = table.open.get_mut(&id) {
             stream.connected = true;
+        }
+    }
+
+    /// Records what does not work on a stream.
+    pub(super) fn record_problem(&self, id: u32, problem: Option<&Problem>) {
+        if let Some(stream) = self.table.lock().open.get_mut(&id) {
+            stream.problem = problem.cloned();
         }
     }
 

@@ -68,6 +68,9 @@ pub struct StreamSnapshot {
     /// True once istiod has responded on the stream. Until then Envoy's stream is held.
     pub connected: bool,
     pub source: Source,
+    /// What does not work on istiod's stream.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<Problem>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]

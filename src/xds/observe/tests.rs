@@ -23,6 +23,7 @@ fn response(type_url: &str, nonce: &str) -> Received {
         removed: 0,
         bytes: 100,
         consumer: Consumer::Envoy,
+        names: Default::default(),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::problem::{Problem, codes};
 use crate::runtime::clock::after;
 use crate::xds::ledger::rejected::rejected;
 use crate::xds::ledger::{Field, Type};
-use crate::xds::request::{HEAD, Request, shortened};
+use crate::xds::request::{HEAD, Request, encode_subscription, shortened};
 use crate::xds::response::Received;
 use crate::xds::wire::{NameDigest, ResourceField, Walker};
 use crate::xds::{LISTENER, ROUTES, SECRET};
@@ -199,7 +199,7 @@ impl OnDemand {
     fn read_secret(&mut self, name: NameDigest) {
         self.secrets.insert(name);
         if let Some(text) = self.awaited_secrets.remove(&name) {
-            self.subscribe(SECRET, vec![text], true);
+            self.to_istiod.push(encode_subscription(SECRET, vec![text], true));
             self.release(|need| *need == Need::Secret(name));
         }
     }

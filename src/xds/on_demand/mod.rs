@@ -30,7 +30,6 @@ mod version;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use bytes::Bytes;
-use envoy_types::pb::envoy::service::discovery::v3::DeltaDiscoveryRequest;
 use prost::Message;
 use tokio::time::Instant;
 use tonic::Status;
@@ -39,7 +38,7 @@ use super::interceptor::encode_request;
 use super::ledger::rejected::head_and_rest;
 use super::ledger::{EnvoyCache, Field, Response, State, Type};
 use super::observe::Observer;
-use super::request::{Request, Subscription, frame, without_nonce};
+use super::request::{Request, Subscription, encode_subscription, frame, without_nonce};
 use super::response::Received;
 use super::wire::{NameDigest, ResourceField, Walker};
 use super::{CLUSTER, ENDPOINTS, EXTENSION, LISTENER, Protocol, SECRET};
@@ -284,9 +283,7 @@ impl OnDemand {
 
     /// Takes a request of Envoy for secrets. istiod does not send those again that Envoy has when the stream begins.
     fn read_secrets_request(&mut self, request: &Request) {
-        let initial = request.subscription().unwrap_or_default().initial_resource_versions;
-        let versions = initial.into_iter().filter_map(|entry| Version::decode(entry).ok());
-        self.secrets.extend(versions.map(|it| NameDigest::of(&it.name)));
+        self.secrets.extend(request.subscription().unwrap_or_default().initial_names());
     }
 
     /// Takes a request of Envoy for clusters. istiod gets the first one, changed, and later ones only as ACK or NACK.
@@ -544,7 +541,7 @@ impl OnDemand {
             }
         }
         for (type_url, names) in missing {
-            self.subscribe(type_url, names, false);
+            self.to_istiod.push(encode_subscription(type_url, names, false));
         }
         ready
     }
@@ -752,19 +749,6 @@ impl OnDemand {
             let cache = self.cache.clone();
             self.offer_stored(&mut cache.lock(), &released);
         }
-    }
-
-    /// Encodes the agent's own subscription to resources, or the end of one.
-    fn subscribe(&mut self, type_url: &str, names: Vec<String>, ends: bool) {
-        let (resource_names_subscribe, resource_names_unsubscribe) =
-            if ends { (Vec::new(), names) } else { (names, Vec::new()) };
-        let request = DeltaDiscoveryRequest {
-            type_url: type_url.to_owned(),
-            resource_names_subscribe,
-            resource_names_unsubscribe,
-            ..Default::default()
-        };
-        self.to_istiod.push(frame(&request.encode_to_vec()));
     }
 
     /// Sends istiod the ACK of a response, or its NACK with the reason.

@@ -6,13 +6,15 @@
 //! output are slices of the input. Version, nonce and the number of resources are read on the way, for
 //! [`Output::Complete`]. A malformed message that passes is left to Envoy to refuse.
 
+use std::collections::HashSet;
+
 use bytes::{Bytes, BytesMut};
 use tonic::Status;
 
 use super::Protocol;
 use super::interceptor::{Disposition, Interceptors};
 use super::request::HEAD;
-use super::wire::{Malformed, Walker};
+use super::wire::{Malformed, NameDigest, Walker};
 
 /// The most bytes in memory of a message that has no disposition yet, or is intercepted.
 ///
@@ -49,6 +51,8 @@ pub struct Received {
     /// The length of the message without the head of its frame.
     pub bytes: u64,
     pub consumer: Consumer,
+    /// The names of resources and removed ones, if they are read.
+    pub(super) names: HashSet<NameDigest>,
 }
 
 /// A complete message for an interceptor, not decoded.
@@ -77,6 +81,8 @@ pub struct ResponseReader {
     interceptors: Interceptors,
     /// The types of responses in place of which Envoy gets others.
     replaced: &'static [&'static str],
+    /// True if names are read in messages that begin. Only delta responses have names.
+    pub(super) reads_names: bool,
     /// The message that has begun, with a complete head, and has not ended.
     message: Option<Message>,
     /// The bytes of an incomplete head, or of a message that does not pass yet, head included.
@@ -91,12 +97,20 @@ struct Message {
     head_left: usize,
     disposition: Option<Disposition>,
     walker: Walker,
+    names: HashSet<NameDigest>,
     is_malformed: bool,
 }
 
 impl ResponseReader {
     pub fn new(protocol: Protocol, interceptors: Interceptors) -> Self {
-        Self { protocol, interceptors, replaced: &[], message: None, partial: BytesMut::new() }
+        Self {
+            protocol,
+            interceptors,
+            replaced: &[],
+            reads_names: false,
+            message: None,
+            partial: BytesMut::new(),
+        }
     }
 
     /// Hands out later responses of these types as [`Output::Replaced`].
@@ -176,7 +190,12 @@ impl ResponseReader {
             left: missing + length,
             head_left: missing,
             disposition: None,
-            walker: Walker::new(self.protocol, length as u64),
+            walker: if self.reads_names {
+                Walker::finder(length as u64)
+            } else {
+                Walker::new(self.protocol, length as u64)
+            },
+            names: HashSet::new(),
             is_malformed: false,
         }))
     }
@@ -217,6 +236,7 @@ impl ResponseReader {
             removed: fields.removed,
             bytes: message.length as u64,
             consumer,
+            names: message.names,
         };
         out(Output::Complete(received.clone()));
         let mut buffered = || std::mem::take(&mut self.partial).freeze().slice(HEAD..);
@@ -239,7 +259,9 @@ impl Message {
         if self.is_malformed {
             return Ok(());
         }
-        match (self.walker.feed(body), self.disposition) {
+        let names = &mut self.names;
+        let read = self.walker.find(body, |field| names.extend([field.name]));
+        match (read, self.disposition) {
             (Ok(()), _) => {}
             (Err(_), Some(Disposition::Pass | Disposition::Withhold)) => self.is_malformed = true,
             (Err(error), Some(Disposition::Intercept(_) | Disposition::Replace) | None) => {

@@ -188,6 +188,7 @@ fn each_message_is_reported_once_with_its_version_nonce_and_size() {
                 removed: 0,
                 bytes: message.len() as u64,
                 consumer,
+                names: Default::default(),
             });
         }
         for chunk in [1, 700, stream.len()] {

@@ -35,7 +35,7 @@ use tonic::{Code, Status};
 use crate::agent::relay::{PROTOCOLS, request, response};
 use crate::support::bench::Bench;
 use crate::support::envoy::Envoy;
-use crate::support::{CLUSTER, LISTENER, framed, soon, until};
+use crate::support::{CLUSTER, LISTENER, advance_clock, framed, soon, until};
 
 const HEALTH: &str = "type.googleapis.com/istio.v1.HealthInformation";
 
@@ -240,14 +240,8 @@ async fn the_second_control_plane_serves_within_20_s_whatever_the_first_one_does
     join_all(cases).await;
 }
 
-/// Gives the tasks 100 ms to become idle, and advances the clock by 16 s: longer than the limit of 15 s for the
-/// first response of a stream, and shorter than the interval of keepalive pings.
-async fn advance_clock_by_16_s() {
-    tokio::time::sleep(Duration::from_millis(100)).await;
-    tokio::time::pause();
-    tokio::time::advance(Duration::from_secs(16)).await;
-    tokio::time::resume();
-}
+/// Longer than the limit of 15 s for the first response of a stream, and shorter than the interval of keepalive pings.
+const SILENCE: Duration = Duration::from_secs(16);
 
 #[tokio::test]
 async fn a_silent_control_plane_is_abandoned_only_if_there_is_another() {
@@ -264,7 +258,7 @@ async fn a_silent_control_plane_is_abandoned_only_if_there_is_another() {
         let mut istiod = bench.accepted().await;
         soon(istiod.next_bytes()).await.unwrap().unwrap();
         let message = response(protocol, CLUSTER, 10);
-        advance_clock_by_16_s().await;
+        advance_clock(SILENCE).await;
         match &mut second {
             None => {
                 istiod.send_bytes(message.clone()).await.unwrap();

@@ -4,5 +4,6 @@
 mod clients;
 mod control_planes;
 mod custom_bootstrap;
+mod liveness;
 mod metrics;
 mod relay;

@@ -217,6 +217,14 @@ pub async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     assert!(tokio::time::timeout(PATIENCE, poll).await.is_ok(), "{what}: not within {PATIENCE:?}");
 }
 
+/// Gives the tasks 100 ms to become idle, and advances the clock.
+pub async fn advance_clock(by: Duration) {
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    tokio::time::pause();
+    tokio::time::advance(by).await;
+    tokio::time::resume();
+}
+
 /// Returns a message in a gRPC frame.
 pub fn framed(message: &[u8]) -> Bytes {
     let length = u32::try_from(message.len()).unwrap().to_be_bytes();

@@ -145,6 +145,7 @@ impl Pod {
             removed: 0,
             bytes: 1,
             consumer: Consumer::Envoy,
+            names: Default::default(),
         }
     }
 

@@ -1,0 +1,234 @@
+//! Finds out whether istiod's stream still works while its connection lives: responses or requests may be lost on it.
+//!
+//! A subscription without an answer, or a stream without bytes, is a suspicion: istiod is asked for a debug page on the
+//! stream. Without the id of a proxy, the page is one sentence. It is not acknowledged, because istiod ends the stream
+//! then. istiod handles the requests of a stream in order, so its answer also shows which of them it does not answer.
+
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+use tonic::Code;
+
+use super::request::{Request, encode_subscription};
+use super::stream::short_type;
+use super::wire::NameDigest;
+use super::{CLUSTER, ENDPOINTS, EXTENSION, LISTENER, Protocol, ROUTES, SECRET};
+use crate::problem::{Problem, codes};
+use crate::runtime::clock::later;
+use crate::runtime::duration::scaled;
+
+/// The type of istiod's debug pages, and a page that workloads may ask for.
+pub(super) const DEBUG: &str = "istio.io/debug";
+const PAGE: &str = "ndsz";
+
+/// The types whose subscriptions istiod answers. It may ignore others, such as trust bundles.
+const TYPES: [&str; 6] = [CLUSTER, ENDPOINTS, EXTENSION, LISTENER, ROUTES, SECRET];
+
+/// The mean time without bytes after which istiod is asked; a quarter of it until it has answered.
+const QUIET: Duration = Duration::from_secs(300);
+const UNANSWERED: Duration = Duration::from_secs(30);
+/// The time without bytes after which an answer is missing, and the limit if bytes of other responses come.
+const MAX_SILENCE: Duration = Duration::from_secs(10);
+const MAX_WAIT: Duration = Duration::from_secs(60);
+/// A later check does not count: the agent did not run.
+const MAX_LATENESS: Duration = Duration::from_millis(500);
+pub(super) const NEW_STREAM_INTERVAL: Duration = Duration::from_secs(3600);
+
+/// The most requests that are followed, names that are remembered as late, and names in a problem.
+const MAX_REQUESTS: usize = 1024;
+const MAX_LATE: usize = 16 << 10;
+const MAX_SHOWN: usize = 10;
+
+/// What the streams of an agent share.
+#[derive(Debug, Default)]
+pub(super) struct History {
+    /// Addresses of control planes that have ended a stream on which they were asked.
+    pub(super) refusing: HashSet<String>,
+    /// The time at which a stream was last ended because of a problem.
+    pub(super) replaced: Option<Instant>,
+    /// How often a name was late. The first time its subscription is renewed, the second time there is a new problem.
+    late: HashMap<(&'static str, NameDigest), u32>,
+}
+
+/// The names in a request that istiod has not answered.
+#[derive(Debug)]
+pub(super) struct Awaited {
+    type_url: &'static str,
+    /// None once it has been renewed in vain.
+    since: Option<Instant>,
+    /// True if any response of the type is an answer: Envoy asks for all resources, or has a version of each.
+    is_whole: bool,
+    names: HashMap<NameDigest, String>,
+}
+
+/// The state of a stream.
+#[derive(Debug)]
+pub(super) struct Liveness {
+    /// False without a stream of istiod, and if istiod must not be asked.
+    pub(super) is_on: bool,
+    /// The time of the last bytes, or at which an answer was missing.
+    pub(super) heard: Instant,
+    quiet: Duration,
+    /// The time of a question without an answer.
+    asked: Option<Instant>,
+    has_answered: bool,
+    /// True if the last question had no answer.
+    is_silent: bool,
+    /// The oldest first.
+    pub(super) awaited: Vec<Awaited>,
+    /// Requests for this stream only.
+    pub(super) requests: Vec<Bytes>,
+    /// True if [`Liveness::problem`] is a new one.
+    pub(super) is_new: bool,
+}
+
+impl Liveness {
+    pub(super) fn new(is_on: bool) -> Self {
+        Self {
+            is_on,
+            heard: Instant::now(),
+            quiet: scaled(QUIET, 0.8 + 0.4 * fastrand::f64()),
+            asked: None,
+            has_answered: false,
+            is_silent: false,
+            awaited: Vec::new(),
+            requests: Vec::new(),
+            is_new: false,
+        }
+    }
+
+    /// Takes a frame that is sent to istiod.
+    pub(super) fn note_request(&mut self, frame: &Bytes) {
+        let decode = || Request::decode(Protocol::Delta, frame.clone()).ok();
+        let Some(request) = self.is_on.then(decode).flatten() else { return };
+        let type_url = TYPES.into_iter().find(|url| *url == request.type_url);
+        let Some((type_url, it)) = type_url.zip(request.subscription().ok()) else { return };
+        let ended = it.unsubscribed.iter().map(|name| NameDigest::of(name)).collect();
+        self.end(type_url, &ended, None);
+        let (initial, mut names) = (it.initial_names(), it.names);
+        let is_wildcard = [CLUSTER, LISTENER].contains(&type_url);
+        if is_wildcard && names.is_empty() && ended.is_empty() && request.nonce.is_empty() {
+            names.push(Bytes::from_static(b"*"));
+        }
+        names.retain(|name| !is_wildcard || **name == *b"*");
+        let text = |name: &Bytes| String::from_utf8_lossy(name).into_owned();
+        let names = names.iter().map(|name| (NameDigest::of(name), text(name)));
+        let (known, new) = names.partition(|(name, _)| initial.contains(name));
+        for (names, is_whole) in [(known, true), (new, is_wildcard)] {
+            let names: HashMap<_, _> = names;
+            if !names.is_empty() && self.awaited.len() < MAX_REQUESTS {
+                let since = Some(Instant::now());
+                self.awaited.push(Awaited { type_url, since, is_whole, names });
+            }
+        }
+    }
+
+    /// Ends the wait for names of a type: those in a response, or those that Envoy unsubscribes from.
+    pub(super) fn end(
+        &mut self,
+        type_url: &str,
+        names: &HashSet<NameDigest>,
+        mut answered: Option<&mut History>,
+    ) {
+        for it in self.awaited.iter_mut().filter(|it| it.type_url == type_url) {
+            let is_whole = it.is_whole && answered.is_some();
+            for (name, _) in it.names.extract_if(|name, _| is_whole || names.contains(name)) {
+                if let Some(history) = &mut answered {
+                    history.late.remove(&(it.type_url, name));
+                }
+            }
+        }
+        self.awaited.retain(|it| !it.names.is_empty());
+    }
+
+    /// Returns when [`Liveness::check`] is due. Time in which the agent does not read, because Envoy or an interceptor is
+    /// slow, does not count.
+    pub(super) fn due(&mut self, reads: bool) -> Option<Instant> {
+        if !self.is_on || !reads {
+            self.asked = self.asked.map(|_| Instant::now());
+            return None;
+        }
+        if let Some(asked) = self.asked {
+            let silent = later(asked.max(self.heard), MAX_SILENCE);
+            // A stream on which istiod has never answered is not judged.
+            return self.has_answered.then(|| silent.min(later(asked, MAX_WAIT)));
+        }
+        let quiet = scaled(self.quiet, if self.has_answered { 1.0 } else { 0.25 });
+        let since = self.awaited.iter().find_map(|it| it.since).filter(|_| !self.is_silent);
+        let late = since.map(|since| later(since, UNANSWERED));
+        late.into_iter().chain([later(self.heard, quiet)]).min()
+    }
+
+    /// Asks istiod, or notes that its answer is missing.
+    pub(super) fn check(&mut self) {
+        let due = self.due(true).filter(|_| self.asked.is_some());
+        if due.is_some_and(|due| due.elapsed() < MAX_LATENESS) {
+            (self.is_silent, self.is_new) = (true, true);
+            (self.heard, self.asked) = (Instant::now(), None);
+            return;
+        }
+        if due.is_none() {
+            self.requests.push(encode_subscription(DEBUG, vec![PAGE.to_owned()], false));
+        }
+        self.asked = Some(Instant::now());
+    }
+
+    /// Takes istiod's answer. Renews the subscriptions that istiod got before and has not answered. Those that were renewed
+    /// before are a problem.
+    pub(super) fn note_answer(&mut self, history: &mut History) {
+        (self.has_answered, self.is_silent) = (true, false);
+        let Some(asked) = self.asked.take() else { return };
+        if history.late.len() > MAX_LATE {
+            history.late.clear();
+        }
+        let is_late = |it: &mut Awaited| it.since.is_some_and(|it| later(it, UNANSWERED) <= asked);
+        for mut it in self.awaited.extract_if(.., is_late).collect::<Vec<_>>() {
+            let renewed = it.names.extract_if(|name, _| {
+                let count = history.late.entry((it.type_url, *name)).or_default();
+                *count = count.saturating_add(1);
+                self.is_new |= *count == 2;
+                *count == 1
+            });
+            let renewed: Vec<_> = renewed.map(|(_, name)| name).collect();
+            // istiod does not answer for a name that it has already, unless it is the wildcard.
+            if renewed != ["*"] && !renewed.is_empty() {
+                self.requests.push(encode_subscription(it.type_url, renewed.clone(), true));
+            }
+            if !renewed.is_empty() {
+                self.requests.push(encode_subscription(it.type_url, renewed, false));
+            }
+            self.awaited.push(Awaited { since: None, ..it });
+        }
+        self.awaited.retain(|it| !it.names.is_empty());
+    }
+
+    /// Returns true if istiod has ended the stream, with this code, probably because it was asked.
+    pub(super) fn is_refused(&self, code: Code) -> bool {
+        self.asked.filter(|_| !self.has_answered).is_some_and(|asked| match code {
+            Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded => false,
+            Code::Ok => asked.elapsed() < MAX_SILENCE,
+            _ => true,
+        })
+    }
+
+    /// Describes what does not work.
+    pub(super) fn problem(&self) -> Option<Problem> {
+        let subject = "Envoy's stream to istiod";
+        if self.is_silent {
+            let found = "istiod no longer answers on it";
+            return Some(Problem::new(codes::DISCOVERY_STALLED, subject, found));
+        }
+        let late = self.awaited.iter().filter(|it| it.since.is_none());
+        let names =
+            late.flat_map(|it| it.names.values().map(|name| (short_type(it.type_url), name)));
+        let shown = names.clone().take(MAX_SHOWN).map(|(of, name)| format!("{of} {name}"));
+        let shown = shown.collect::<Vec<_>>().join(", ");
+        let found = format!("{} subscriptions are not answered: {shown}", names.count());
+        (!shown.is_empty()).then(|| Problem::new(codes::SUBSCRIPTION_UNANSWERED, subject, found))
+    }
+}
+
+#[cfg(test)]
+mod tests;
