@@ -92,10 +92,10 @@ package: needs-package deb ## Builds the .deb and .rpm packages for machines.
 	@$(rpm)
 	@$(if $(both),$(rpm) --target $(aarch64))
 
-cluster: $(if $(CONTEXT),,needs-cluster) $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kubernetes on this machine (as root), or in yours: CONTEXT=, IMAGE=, APPLICATION=. VARIABLES=NAME=VALUE sets variables of the agent.
+cluster: $(if $(CONTEXT),,needs-cluster $(KUBERNETES:%=needs-cluster-%)) $(if $(CONTEXT)$(LAYOUT),,image) ## Runs the acceptance suite in a Kubernetes on this machine (as root), or in yours: CONTEXT=, IMAGE=, APPLICATION=. KUBERNETES=1.37 runs that release. VARIABLES=NAME=VALUE sets variables of the agent.
 	@python3 -B tests/cluster/main.py --folder $(target)/cluster --suite $(or $(SUITE),all) \
 	  $(if $(CONTEXT),--context "$(CONTEXT)" --image "$(IMAGE)" --application "$(APPLICATION)",\
-	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(VARIABLES:%=--variable %) --only "$(ONLY)" \
+	  --layout $(or $(LAYOUT),$(target)/image/oci)) $(if $(ISTIOD),--istiod $(ISTIOD)) $(KUBERNETES:%=--kubernetes %) $(VARIABLES:%=--variable %) --only "$(ONLY)" \
 	  $(if $(filter-out 0,$(KEEP)),--keep)
 
 compare: needs-compare matplotlib image build ## Compares pilot-agent and this agent in such a cluster (as root), and writes docs/comparison.md. ONLY=measured_pods repeats a part.

@@ -12,7 +12,7 @@ import textwrap
 import time
 
 from images import Layout
-from programs import ISTIODS, programs, say
+from programs import ISTIODS, RELEASES, programs, say
 
 HERE = pathlib.Path(__file__).resolve().parent
 CONFIG = HERE / "config"
@@ -43,24 +43,24 @@ class Cluster:
             return None
         return pid if str(HERE / "node").encode() in command else None
 
-    def start(self, agent, istiod="istio"):
-        """Starts the cluster with the agent's image, which is an OCI layout, and an istiod."""
-        if problems := missing():
+    def start(self, agent, istiod="istio", kubernetes="1.34"):
+        """Starts the cluster with the agent's image, which is an OCI layout, an istiod and a release of Kubernetes."""
+        if problems := missing(kubernetes):
             sys.exit("\n".join(f"cluster: {problem}" for problem in problems))
         if self.first():
             sys.exit(f"cluster: one runs in {self.folder} already; make cluster-stop ends it")
-        istio, kubernetes, tools = programs("istio"), programs("kubernetes"), programs("tools")
+        istio, tools, node = programs("istio"), programs("tools"), [programs(name) for name in RELEASES[kubernetes]]
         control_plane = programs(istiod)
         shutil.rmtree(self.folder, ignore_errors=True)
         (self.folder / "programs").mkdir(parents=True)
-        for program in (*kubernetes.iterdir(), *tools.iterdir()):
+        for program in (file for folder in (*node, tools) for file in folder.iterdir()):
             (self.folder / "programs" / program.name).symlink_to(program)
         (self.folder / "istiod").symlink_to(control_plane)
         self.certificates()
         layout = Layout(self.folder / "images")
         layout.add("localhost/pause:1", {"/pause": tools / "pause"}, Entrypoint=["/pause"])
         self.images(layout, agent, istio, control_plane, tools)
-        for program in (kubernetes / "kubectl", istio / "istioctl"):
+        for program in (node[0] / "kubectl", istio / "istioctl"):
             wrapper = self.folder / program.name
             wrapper.write_text(f"#!/bin/sh\nexec nsenter --target $(cat {self.folder}/pid) --net --wd=\"$PWD\" "
                                f"{program} --kubeconfig {self.folder}/kubeconfig \"$@\"\n")
@@ -186,7 +186,18 @@ class Cluster:
         return f"{image[:-1]}{3 - int(image[-1])}"
 
     def inside(self, *command, **more):
-        subprocess.run(["nsenter", "--target", str(self.first()), "--all", *command], check=True, capture_output=True, **more)
+        path = f"PATH=/run/programs:{os.environ['PATH']}"
+        return subprocess.run(["nsenter", "--target", str(self.first()), "--all", "env", path, *command],
+                              check=True, capture_output=True, **more)
+
+    def proxy_mode(self, mode):
+        """Starts kube-proxy again in this mode. It deletes the rules of the former mode."""
+        self.inside("timeout", "60", "sh", "-ec", r"""
+            command=$(tr '\0' ' ' </proc/$(pidof kube-proxy)/cmdline)
+            kill $(pidof kube-proxy)
+            while pidof kube-proxy; do sleep 0.1; done
+            setsid $command --proxy-mode $0 </dev/null >>/var/log/kube-proxy.log 2>&1 &
+            until [ "$(curl -s 127.0.0.1:10249/proxyMode)" = $0 ]; do sleep 0.1; done""", mode)
 
     def stop(self):
         """Kills the first process, with which all processes, mounts and networks end, and removes control groups."""
@@ -215,11 +226,11 @@ def add_istiod(layout, image, control_plane):
                Entrypoint=["/usr/local/bin/pilot-discovery"], User="1337:1337")
 
 
-def missing():
+def missing(kubernetes):
     """Returns the requirements that this machine does not meet."""
     if os.geteuid() != 0 or sys.platform != "linux":
         return ["root and Linux are needed: containers and network namespaces are made"]
-    needs = subprocess.run([HERE.parent / "needs", "cluster"], capture_output=True, text=True)
+    needs = subprocess.run([HERE.parent / "needs", "cluster", f"cluster-{kubernetes}"], capture_output=True, text=True)
     problems = needs.stderr.splitlines()
     if any(pathlib.Path("/sys/fs/cgroup").glob("**/kubepods")):
         problems.append("/sys/fs/cgroup has kubepods: another kubelet runs here")

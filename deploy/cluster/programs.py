@@ -13,7 +13,9 @@ MODULES = pathlib.Path(__file__).resolve().parent / "programs"
 CACHE = pathlib.Path(os.environ.get("ISTIO_AGENT_CACHE") or pathlib.Path(
     os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "istio-agent")
 MODULE = {"kubernetes": "k8s.io/kubernetes", "istio": "istio.io/istio", "tools": "go.etcd.io/etcd/server/v3",
-          "spire": "github.com/spiffe/spire"}
+          "spire": "github.com/spiffe/spire", "containerd": "github.com/containerd/containerd/v2",
+          "runc": "github.com/opencontainers/runc"}
+KUBERNETES = ["-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={version}", "tool"]
 # The packages of Istio's integration tests that are run.
 ISTIO_TESTS = [
     "security", "security/ca_custom_root", "security/cacert_rotation", "security/crl", "security/ecc_signature_algorithm",
@@ -23,7 +25,11 @@ ISTIO_TESTS = [
     "pilot", "pilot/multiplecontrolplanes", "pilot/nftables", "pilot/resourcefilter", "pilot/revisions", "helm"]
 # The arguments of `go build` for each stage, or of `go test -c` if the first word is "test".
 STAGES = {
-    "kubernetes": [["-ldflags=-s -w -X k8s.io/component-base/version.gitVersion={version}", "tool"]],
+    "kubernetes": [KUBERNETES],
+    "kubernetes/1.37": [KUBERNETES],
+    "containerd": [["-tags=no_btrfs,no_devmapper,no_zfs,urfave_cli_no_docs", "tool"]],
+    # Without libseccomp, runc refuses pods with a seccomp profile.
+    "runc": [["-tags=seccomp,urfave_cli_no_docs", "tool"]],
     "istio": [["-tags=agent,disable_pgv", "istio.io/istio/pilot/cmd/pilot-agent",
                "istio.io/istio/cni/cmd/install-cni", "istio.io/istio/cni/cmd/istio-cni"],
               ["-tags=vtprotobuf,disable_pgv", "istio.io/istio/pilot/cmd/pilot-discovery",
@@ -41,6 +47,8 @@ STAGES = {
     "spire": [["tool"]],
 }
 ISTIODS = ["istio", "istio/1.30"]
+# The modules with the programs of a node, by the release of Kubernetes. The first one runs with Debian's containerd and runc.
+RELEASES = {"1.34": ["kubernetes"], "1.37": ["kubernetes/1.37", "containerd", "runc"]}
 # The files of Istio's module that the charts, pilot-agent and the Gateway API need.
 ISTIO_FILES = ["manifests", "tools/packaging/common/envoy_bootstrap.json",
                "tests/integration/pilot/testdata/gateway-api-crd.yaml"]
@@ -70,8 +78,8 @@ def build(name, mod, version, built):
         "cluster: Go is needed, to build Kubernetes and istiod")
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = pathlib.Path(tempfile.mkdtemp(prefix=f"{built.name}.", dir=CACHE))
-    # SPIRE's server can use SQLite only through C.
-    cgo = "1" if name == "spire" else "0"
+    # SPIRE's server can use SQLite only through C, and runc needs C to enter namespaces.
+    cgo = "1" if name in ("spire", "runc") else "0"
     environment = os.environ | {"CGO_ENABLED": cgo, "GOFLAGS": "-buildvcs=false -mod=readonly"}
     in_module = {"cwd": mod.parent, "env": environment, "check": True}
     try:

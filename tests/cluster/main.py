@@ -13,10 +13,11 @@ sys.path.insert(0, str(HERE.parent.parent / "deploy" / "cluster"))
 
 import cases
 import istiods  # Adds its cases.
+import node  # Adds its cases.
 import on_demand  # Adds its cases, and those of pods with a standby.
 from cluster import APPLICATION, OURS_NAMES, Cluster
 from compare import Comparison
-from programs import ISTIODS
+from programs import ISTIODS, RELEASES
 from world import GO, OURS, Failed, Skipped, World
 
 
@@ -26,6 +27,7 @@ def main():
     parser.add_argument("--layout", type=pathlib.Path, help="the image, for a cluster that is made: an OCI layout")
     parser.add_argument("--suite", choices=["all", "gate", "none"], default="all")
     parser.add_argument("--istiod", choices=ISTIODS, default=ISTIODS[0])
+    parser.add_argument("--kubernetes", choices=RELEASES, default=next(iter(RELEASES)))
     parser.add_argument("--context", help="a context of the user's kubeconfig, in place of a cluster that is made")
     parser.add_argument("--image", help="the image, as that cluster's nodes know it")
     parser.add_argument("--application", help="the image of the suite's application, likewise")
@@ -46,7 +48,7 @@ def in_own_cluster(options):
     begun = time.monotonic()
     try:
         if not cluster.first():
-            cluster.start(options.layout.resolve(), options.istiod)
+            cluster.start(options.layout.resolve(), options.istiod, options.kubernetes)
             say(f"Kubernetes and istiod are up after {time.monotonic() - begun:.0f} s")
         world = World([cluster.kubectl], "suite", OURS_NAMES[0], APPLICATION, cluster, options.layout.resolve())
         return 0 if options.suite == "none" else suite(world, options)

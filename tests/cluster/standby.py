@@ -88,18 +88,18 @@ def hand_over(world, pod, container, image, limit=90):
     world.until(f"{container} serves alone", lambda: (now := page(world, pod))["serves"] == container and now["waits"], limit)
 
 
-def ways(world, name, kind, **metadata):
+def ways(world, name, kind, spec=None, **metadata):
     world.deploy("other", GO)
-    world.deploy(name, OURS, annotations=kind | STANDBY | settings(**metadata))
+    world.deploy(name, OURS, annotations=kind | STANDBY | settings(**metadata), spec=spec)
     world.rolled_out("other", name)
     pod = world.pods(name)[0]
     world.until("the standby waits", lambda: page(world, pod)["waits"])
     return pod
 
 
-def upgrade(world, kind, images):
+def upgrade(world, kind, images, spec=None):
     """Upgrades and rolls a pod back, with every kind of load."""
-    pod = ways(world, "upgraded", kind)
+    pod = ways(world, "upgraded", kind, spec)
     with untouched(world, "upgraded"), Load(world, everything(world, "upgraded"), hold=HOLD) as load:
         for number in range(int(os.environ.get("UPGRADES", "2"))):
             for container in reversed(PAIR):
