@@ -310,7 +310,7 @@ impl Ledger {
         self.0.state.lock().catalog.snapshot.clone()
     }
 
-    /// Returns the number of resources that the newest Envoy has, by type URL.
+    /// Returns the number of resources that the newest Envoy has, by type URL. Empty if the ledger is not used.
     pub(super) fn accepted(&self) -> BTreeMap<&'static str, usize> {
         self.0.state.lock().accepted()
     }

@@ -163,7 +163,7 @@ impl State {
     }
 
     pub(super) fn accepted(&self) -> BTreeMap<&'static str, usize> {
-        let newest = self.newest_view().into_iter();
+        let newest = self.newest_view().filter(|_| self.is_on).into_iter();
         let types = newest.flat_map(|(_, view)| &view.types);
         types.map(|(type_of, it)| (type_of.url(), it.accepted.len())).collect()
     }

@@ -393,6 +393,8 @@ async fn nothing_is_recorded_if_the_directory_is_not_used() {
     pod.accept_first(&resources(&[("a", "1")]));
     assert!(pod.ledger.0.state.lock().is_unused());
     assert_eq!(pod.ledger.snapshot(), None);
+    // Zeros would say that Envoy has no listener.
+    assert_eq!(pod.ledger.accepted(), BTreeMap::new());
 }
 
 #[tokio::test(start_paused = true)]
