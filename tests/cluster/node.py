@@ -2,6 +2,7 @@
 nftables mode."""
 
 import json
+import pathlib
 
 from cases import CLIENTS, KINDS, NATIVE, USUAL, by_cni, case, cni, containers, expect_healthy, identity, kinds
 from standby import PAIR, STANDBY, page, settings, upgrade
@@ -16,18 +17,19 @@ def need_user_namespaces(world):
         raise Skipped("the node's container runtime has no user namespaces")
 
 
-def with_own_users(*names):
-    return {name if name == "tproxy" else f"users-{name}": KINDS[name] | {"spec": KINDS[name].get("spec", {}) | OWN_USERS}
+def with_own_users(prefix, *names):
+    return {name if name == "tproxy" else f"{prefix}-{name}": KINDS[name] | {"spec": KINDS[name].get("spec", {}) | OWN_USERS}
             for name in names}
 
 
-@case(15)
+@case(15, own=True)
 def pods_with_a_user_namespace_capture_traffic_with_mutual_tls(world, agent=OURS):
     need_user_namespaces(world)
-    templates = with_own_users("usual", "native", "tproxy", "restricted", "dns")
+    templates = with_own_users("users", "usual", "native", "tproxy", "restricted", "dns")
     told = kinds(world, agent, templates, keep=True)
     for name in templates:
-        inside, outside, _ = world.exec(f"deploy/{name}", "cat", "/proc/self/uid_map", container="istio-proxy").split()
+        envoy = world.process(world.pods(name)[0], "envoy")
+        inside, outside, _ = pathlib.Path(f"/proc/{envoy}/uid_map").read_text().split()
         expect("root of the pod, and whether it is root of the node", ("0", False), (inside, outside == "0"))
     world.kubectl("delete", "deploy", "--wait=false", *templates)
     return told
@@ -37,7 +39,7 @@ def pods_with_a_user_namespace_capture_traffic_with_mutual_tls(world, agent=OURS
 def istios_cni_plugin_captures_traffic_of_pods_with_a_user_namespace(world, agent=OURS):
     need_user_namespaces(world)
     with cni(world):
-        return by_cni(world, agent, with_own_users("usual", "native", "tproxy"))
+        return by_cni(world, agent, with_own_users("cni-users", "usual", "native", "tproxy"))
 
 
 @case(15, own=True)
@@ -88,7 +90,7 @@ def a_rule_restarts_all_containers_of_a_pod_and_it_serves_again(world, agent=OUR
     """Tests rules of the application and of a native sidecar. The sandbox stays, and so do rules that capture traffic."""
     if "restartPolicyRules" not in json.dumps(world.injected(app=RULE)):
         raise Skipped("needs Kubernetes 1.36")
-    sidecar = {"initContainers": [{"name": PAIR[0], "image": "auto"} | RULE]}
+    sidecar = {"initContainers": [{"name": PAIR[0], "image": "auto", "imagePullPolicy": "IfNotPresent"} | RULE]}
     told = []
     for name, ends, template in (
             ("rule-usual", "app", {"annotations": USUAL, "app": RULE}),
