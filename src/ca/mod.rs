@@ -17,6 +17,10 @@ use crate::problem::Problem;
 
 /// A certificate authority. Unit tests use a fake one.
 pub trait Ca: Send + Sync + 'static {
+    /// Connects to the authority if there is no connection, without a request. Returns true if there was one, which
+    /// may be lost by now.
+    fn reach(&self) -> impl Future<Output = Result<bool, SignError>> + Send;
+
     /// Signs a PEM certificate request for `ttl`. Returns PEM: the leaf first, the roots last.
     fn sign(
         &self,
@@ -32,22 +36,4 @@ pub struct SignError {
     pub code: Code,
     pub message: String,
     pub problem: Problem,
-}
-
-impl SignError {
-    /// Returns true if the authority will reject the same request again. Other causes may pass by themselves:
-    /// a restart, overload, a token that is refreshed on disk and read again.
-    pub fn is_lasting(&self) -> bool {
-        matches!(
-            self.code,
-            Code::InvalidArgument
-                | Code::NotFound
-                | Code::AlreadyExists
-                | Code::PermissionDenied
-                | Code::FailedPrecondition
-                | Code::OutOfRange
-                | Code::Unimplemented
-                | Code::DataLoss
-        )
-    }
 }

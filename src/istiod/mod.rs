@@ -155,6 +155,11 @@ impl Shared {
 }
 
 impl Istiod {
+    /// Returns true if a call needs no dial, as far as is known.
+    pub fn is_connected(&self) -> bool {
+        self.shared.connection().is_some()
+    }
+
     /// Waits until there is a connection, without a limit. Fails only if the agent is stopping.
     pub async fn connection(&self) -> Result<Connection, Problem> {
         self.wait(false).await

@@ -25,6 +25,11 @@ impl Backoff {
         Self { base, cap, attempt }
     }
 
+    /// Changes the longest ceiling. The ceilings continue to double.
+    pub const fn set_cap(&mut self, cap: Duration) {
+        self.cap = cap;
+    }
+
     /// Returns the wait before the next attempt.
     pub fn next_wait(&mut self) -> Duration {
         let ceiling = self.ceiling();
@@ -59,6 +64,8 @@ mod tests {
         }
         assert_eq!(ceilings[..6], [100, 200, 400, 800, 1000, 1000]);
         assert_eq!(ceilings[39], 1000);
+        backoff.set_cap(Duration::from_secs(30));
+        assert_eq!(backoff.ceiling(), Duration::from_secs(30));
         backoff.reset();
         assert_eq!(backoff.ceiling(), Duration::from_millis(100));
     }

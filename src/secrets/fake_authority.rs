@@ -2,7 +2,7 @@
 //! test has set.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
@@ -28,6 +28,8 @@ use crate::trust::identity::SpiffeId;
 pub(crate) enum Answer {
     Signed,
     Fails(Code),
+    /// Refuses connections.
+    Unreachable,
     /// Signs RSA keys, and fails with this code for other keys.
     RefusesEcdsa(Code),
     /// Does not respond until the test sets another answer.
@@ -51,6 +53,7 @@ pub(crate) struct FakeAuthority {
     root: Arc<Mutex<Root>>,
     /// The number of seconds by which the authority's clock is ahead of the agent's clock.
     skew: Arc<AtomicI64>,
+    is_connected: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
@@ -93,6 +96,7 @@ impl FakeAuthority {
             log: Arc::default(),
             root: Arc::new(Mutex::new(Root::new())),
             skew: Arc::default(),
+            is_connected: Arc::new(AtomicBool::new(true)),
         }
     }
 
@@ -159,7 +163,23 @@ impl FakeAuthority {
     }
 }
 
+fn failure(code: Code) -> SignError {
+    let message = "told to fail".to_owned();
+    let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", message.clone());
+    SignError { code, message, problem }
+}
+
 impl Ca for FakeAuthority {
+    async fn reach(&self) -> Result<bool, SignError> {
+        let is_reachable = *self.answer.borrow() != Answer::Unreachable;
+        let was_connected = self.is_connected.swap(is_reachable, Ordering::Relaxed);
+        match (is_reachable, was_connected) {
+            (false, _) => Err(failure(Code::Unavailable)),
+            (true, false) => Ok(false),
+            (true, true) => Ok(true),
+        }
+    }
+
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
         let key = PublicKey::of(csr_pem);
         {
@@ -176,11 +196,8 @@ impl Ca for FakeAuthority {
         match answer {
             Answer::Signed | Answer::Waits => {}
             Answer::RefusesEcdsa(_) if key.is_rsa => {}
-            Answer::Fails(code) | Answer::RefusesEcdsa(code) => {
-                let message = "told to fail".to_owned();
-                let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", message.clone());
-                return Err(SignError { code, message, problem });
-            }
+            Answer::Fails(code) | Answer::RefusesEcdsa(code) => return Err(failure(code)),
+            Answer::Unreachable => return Err(failure(Code::Unavailable)),
             Answer::Empty => signed.clear(),
             Answer::LeafOnly => signed.truncate(1),
             Answer::GarbageLeaf => signed[0] = "no certificate".to_owned(),

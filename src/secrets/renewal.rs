@@ -22,7 +22,7 @@ use crate::ca::key::KeyType;
 use crate::ca::{Ca, SignError, csr};
 use crate::problem::{Problem, codes, sentence};
 use crate::runtime::clock::Clock;
-use crate::runtime::duration::rounded;
+use crate::runtime::duration::{rounded, scaled};
 
 /// The reason why an attempt brought no certificate.
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +32,9 @@ enum IssueError {
     Unusable(#[from] Problem),
     #[error(transparent)]
     NotSigned(#[from] SignError),
+    /// The authority did not get a request.
+    #[error(transparent)]
+    Unreachable(SignError),
 }
 
 /// The key of the next request.
@@ -87,15 +90,17 @@ impl<C: Ca> Renewal<C> {
     /// Requests, publishes and stores certificates, each when its predecessor is due. Starts with the cached one, if
     /// there is one. Does not return.
     async fn keep_fresh(&self) {
-        let mut failures = 0;
+        let (mut failures, mut is_overdue) = (0, false);
         let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
+            is_overdue = due <= self.clock.now();
             // After a restart it is not known whether the first bundle differs from the one before. If it brought
             // the renewal forward, each restart would cost a request.
             let ignores_first_bundle = mesh.borrow_and_update().roots.is_none();
             self.wait_until_renewal_is_due(due, &mut mesh, ignores_first_bundle).await;
         }
         loop {
+            self.wait_for_turn(std::mem::take(&mut is_overdue), &mut failures).await;
             // A certificate that was requested before there was a bundle is as new as the first one. This is read before
             // the request, because the authority may not know a bundle that comes during it.
             let ignores_first_bundle = mesh.borrow_and_update().roots.is_none();
@@ -107,7 +112,7 @@ impl<C: Ca> Renewal<C> {
                         failures = 0;
                         Duration::ZERO
                     } else {
-                        schedule::next_wait(&mut failures, true, Some(Duration::MAX))
+                        schedule::next_wait(&mut failures, false, Some(Duration::MAX))
                     };
                     let due = self.publish(workload.clone(), issued, pause).await;
                     if let Some(cache) = self.cache.clone() {
@@ -139,7 +144,7 @@ impl<C: Ca> Renewal<C> {
                 // The sender is not dropped before this task, which holds it.
                 _ = mesh.changed() => {
                     if !std::mem::take(&mut ignores_first_bundle) {
-                        due = due.min(self.clock.after(self.draw_bundle_delay()));
+                        due = self.bring_forward(due);
                     }
                 }
             }
@@ -147,25 +152,75 @@ impl<C: Ca> Renewal<C> {
         tracing::debug!(target: "cache", "rotating certificate");
     }
 
-    /// Draws a random delay after a change of the mesh's trust bundle, and logs it.
-    fn draw_bundle_delay(&self) -> Duration {
-        let wait = schedule::spread(self.remaining_lifetime().unwrap_or_default(), fastrand::f64());
+    /// Draws a random moment for the renewal after a change of the mesh's trust bundle, and logs it. Returns `due`
+    /// if that is near: of several moments, the first would be early in most agents.
+    fn bring_forward(&self, due: SystemTime) -> SystemTime {
+        let spread = schedule::spread(self.remaining_lifetime());
+        let now = self.clock.now();
+        if time_left(due, now) <= spread {
+            return due;
+        }
+        let wait = scaled(spread, fastrand::f64());
         let within = rounded(wait);
         tracing::info!(
             target: "cache",
             "the trust bundle of the mesh has changed, renewing the certificate within {within}"
         );
-        wait
+        self.clock.after(wait)
+    }
+
+    /// Waits until the authority is connected. If it was not, or if the request `is_overdue`, other agents are in the
+    /// same situation, and the request waits for a random time. A request that must not wait returns at once.
+    async fn wait_for_turn(&self, mut is_overdue: bool, failures: &mut u32) {
+        loop {
+            if schedule::spread(self.remaining_lifetime()).is_zero() {
+                return;
+            }
+            match self.reach().await {
+                Ok(true) if !is_overdue => return,
+                Ok(_) => {
+                    is_overdue = false;
+                    // The dial has taken a part of the remaining lifetime.
+                    let spread = schedule::spread(self.remaining_lifetime());
+                    let wait = scaled(spread, fastrand::f64());
+                    let until = self.clock.after(wait);
+                    self.state.send_if_modified(|state| {
+                        state.failure.iter_mut().for_each(|it| it.next_attempt = until);
+                        false
+                    });
+                    let within = rounded(wait);
+                    tracing::info!(
+                        target: "cache",
+                        "connected to the certificate authority, renewing the certificate within {within}"
+                    );
+                    self.clock.sleep_until_due(until).await;
+                }
+                Err(error) => {
+                    is_overdue = true;
+                    self.wait_after_failure(error, failures).await;
+                }
+            }
+        }
+    }
+
+    /// Connects to the authority, if needed. A failure counts as an attempt.
+    async fn reach(&self) -> Result<bool, IssueError> {
+        let started = Instant::now();
+        self.ca.reach().await.map_err(|error| {
+            self.metrics.count_attempt();
+            self.metrics.count_result(started.elapsed(), Some(&error));
+            IssueError::Unreachable(error)
+        })
     }
 
     /// Reports a failure, and waits until the next attempt is due.
     async fn wait_after_failure(&self, error: IssueError, failures: &mut u32) {
         let request = match &error {
             IssueError::NotSigned(error) => Some(error),
-            IssueError::Unusable(_) => None,
+            IssueError::Unusable(_) | IssueError::Unreachable(_) => None,
         };
-        let is_transient = request.is_some_and(|error| !error.is_lasting());
-        let mut wait = schedule::next_wait(failures, is_transient, self.remaining_lifetime());
+        let was_sent = !matches!(error, IssueError::Unreachable(_));
+        let mut wait = schedule::next_wait(failures, was_sent, self.remaining_lifetime());
         let next_key = self.switch_key_type(request, *failures);
         if next_key == NextKey::Rsa {
             wait = schedule::MIN_WAIT;
@@ -364,7 +419,7 @@ impl<C: Ca> Renewal<C> {
         let text = error.to_string();
         let (problem, is_request) = match error {
             IssueError::Unusable(problem) => (problem, false),
-            IssueError::NotSigned(error) => (error.problem, true),
+            IssueError::NotSigned(error) | IssueError::Unreachable(error) => (error.problem, true),
         };
         let last = self.state.borrow().failure.clone();
         let is_new = last.as_ref().is_none_or(|last| last.problem != problem);

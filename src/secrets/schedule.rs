@@ -15,9 +15,12 @@ const RETRY_BASE: Duration = Duration::from_millis(500);
 /// The shortest time between two attempts.
 pub(super) const MIN_WAIT: Duration = Duration::from_millis(100);
 
-/// The longest delay of a renewal after a change of the mesh's trust bundle. It is short because an operator who rotates
-/// roots removes the old root soon after, and a certificate that the old one has signed is then refused.
-const MAX_SPREAD: Duration = Duration::from_secs(30);
+/// The longest time over which the agents of a mesh spread requests. It is short because an operator who rotates roots
+/// removes the old root soon after, and a certificate that the old one has signed is then refused.
+const MAX_SPREAD: Duration = Duration::from_secs(60);
+
+/// A certificate that ends within this time is requested without delay.
+const URGENT: Duration = Duration::from_secs(30);
 
 /// The longest lifetime assumed for a certificate that has already expired when it is issued.
 pub(super) const MAX_ASSUMED_LIFETIME: Duration = Duration::from_secs(120);
@@ -47,10 +50,12 @@ pub(super) fn jittered(ratio: f64, jitter: f64, random: f64) -> f64 {
     (ratio + jitter * (random * 2.0 - 1.0)).clamp(0.0, 1.0)
 }
 
-/// Returns the delay of a renewal that is due in the whole mesh at the same moment: `random` (0 to 1) times
-/// a tenth of the remaining lifetime, at most [`MAX_SPREAD`].
-pub(super) fn spread(remaining: Duration, random: f64) -> Duration {
-    scaled(scaled(remaining, 0.1).min(MAX_SPREAD), random)
+/// Returns the time over which agents spread the requests that an event makes due in the whole mesh, when the
+/// current certificate is valid for `remaining`: a quarter of that time, at most [`MAX_SPREAD`]. Returns zero if a
+/// request must not wait: without a certificate, and for one that ends soon.
+pub(super) fn spread(remaining: Option<Duration>) -> Duration {
+    let left = remaining.filter(|left| *left > URGENT).unwrap_or_default();
+    scaled(left, 0.25).min(MAX_SPREAD)
 }
 
 /// Returns the moment when `ratio` of the lifetime between `created` and `not_after` is left.
@@ -80,16 +85,21 @@ fn retry_cap(remaining: Option<Duration>) -> Duration {
     })
 }
 
-/// Counts a failure and returns the wait after it, when the certificate is valid for `remaining`. A failure
-/// that does not pass by itself has the longest wait.
+/// Counts a failure and returns the wait after it, when the certificate is valid for `remaining`. The attempts that
+/// the authority gets (`was_sent`) are spread until the certificate ends soon, because it fails and recovers for the
+/// whole mesh: after the sum of two even draws, n agents make n requests on average in the time of [`spread`].
 pub(super) fn next_wait(
     failures: &mut u32,
-    is_transient: bool,
+    was_sent: bool,
     remaining: Option<Duration>,
 ) -> Duration {
-    let cap = retry_cap(remaining);
-    let base = if is_transient { RETRY_BASE } else { cap };
-    let wait = Backoff::after(*failures, base, cap).next_wait();
+    let (spread, until_urgent) = (spread(remaining), remaining.map(|it| it.saturating_sub(URGENT)));
+    let wait = if was_sent && !spread.is_zero() {
+        let wait = scaled(spread, fastrand::f64() + fastrand::f64());
+        wait.min(until_urgent.unwrap_or_default())
+    } else {
+        Backoff::after(*failures, RETRY_BASE, retry_cap(remaining)).next_wait()
+    };
     *failures = failures.saturating_add(1);
     wait.max(MIN_WAIT)
 }
@@ -160,9 +170,17 @@ mod tests {
     }
 
     #[test]
-    fn renewals_of_a_whole_mesh_spread_over_a_part_of_the_remaining_lifetime() {
-        assert_eq!(spread(24 * HOUR, 1.0), Duration::from_secs(30));
-        assert_eq!(spread(MINUTE, 0.5), Duration::from_secs(3));
+    fn requests_of_a_whole_mesh_spread_over_a_quarter_of_the_remaining_lifetime() {
+        for (remaining, expected) in [
+            (Some(24 * HOUR), 60.0),
+            (Some(4 * MINUTE), 60.0),
+            (Some(2 * MINUTE), 30.0),
+            (Some(Duration::from_secs(31)), 7.75),
+            (Some(Duration::from_secs(30)), 0.0),
+            (None, 0.0),
+        ] {
+            assert_eq!(spread(remaining).as_secs_f64(), expected, "{remaining:?}");
+        }
     }
 
     #[test]

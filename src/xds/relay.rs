@@ -6,7 +6,8 @@
 //!
 //! Envoy's stream stays open until istiod's first response, because Envoy backs off up to 30 s after a
 //! failed stream and would notice istiod's recovery late. If istiod's stream fails before, Envoy's requests
-//! are sent again on another one, after a backoff of up to [`MAX_WAIT`] or as soon as the token changes.
+//! are sent again on another one, after a backoff of up to [`MAX_WAIT`] or as soon as the token changes. An
+//! overloaded istiod gets [`MAX_WAIT_IF_OVERLOADED`].
 //! Streams of other clients end with istiod's.
 //!
 //! After UNAUTHENTICATED on a connection without our client certificate, the next stream uses a new
@@ -29,7 +30,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::Protocol;
 use super::end::End;
@@ -62,6 +63,9 @@ pub(super) const MAX_QUEUED: usize = 64 << 20;
 /// The upper bound of the first wait after istiod has ended a stream without a response. [`MAX_WAIT`] limits any wait.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(4);
+
+/// The longest wait after RESOURCE_EXHAUSTED, as long as Envoy's own: each attempt adds to the load of istiod.
+const MAX_WAIT_IF_OVERLOADED: Duration = Duration::from_secs(30);
 
 /// The most bytes of responses that are read and stored before other tasks of the thread run, such as probes.
 const MAX_UNYIELDED: usize = 64 << 10;
@@ -415,7 +419,7 @@ impl<'a> Relay<'a> {
             let id = self.config.id;
             tracing::warn!(target: "xdsproxy", id, "upstream terminated with unexpected error {problem}{count}");
         }
-        let wait = if has_moved { Duration::ZERO } else { self.backoff.next_wait() };
+        let wait = if has_moved { Duration::ZERO } else { next_wait(&mut self.backoff, &end) };
         self.phase = Phase::connecting(self.config.istiod.clone(), wait);
         self.state.restart();
         Ok(())
@@ -495,7 +499,7 @@ impl<'a> Relay<'a> {
                         let _ = phase.request_sender().map(|queue| queue.try_send(first.clone()));
                         phase
                     }
-                    Err(_) => Phase::connecting(istiod.clone(), backoff.next_wait()),
+                    Err(end) => Phase::connecting(istiod.clone(), next_wait(&mut backoff, &end)),
                 };
             }
         }
@@ -531,6 +535,13 @@ impl<'a> Relay<'a> {
     }
 }
 
+/// Returns the wait before the next stream, after one that has ended without a response.
+fn next_wait(backoff: &mut Backoff, end: &End) -> Duration {
+    let is_overloaded = end.istiod_code() == Some(Code::ResourceExhausted);
+    backoff.set_cap(if is_overloaded { MAX_WAIT_IF_OVERLOADED } else { MAX_WAIT });
+    backoff.next_wait()
+}
+
 /// Waits for a change of the health and returns the new verdict. Cancel safe.
 async fn next_verdict(health: &mut Option<Health>) -> Result<(), String> {
     if let Some(receiver) = health {
@@ -541,4 +552,26 @@ async fn next_verdict(health: &mut Option<Health>) -> Result<(), String> {
         }
     }
     pending().await
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{HeaderMap, HeaderName, HeaderValue};
+
+    use super::*;
+
+    #[test]
+    fn an_overloaded_istiod_has_more_time_before_the_next_stream() {
+        let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
+        for (code, seconds) in
+            [(Code::Unavailable, 4), (Code::ResourceExhausted, 30), (Code::Internal, 4)]
+        {
+            let status = (HeaderName::from_static("grpc-status"), HeaderValue::from(code as i32));
+            for _ in 0..8 {
+                let end = End::istiod(HeaderMap::from_iter([status.clone()]));
+                assert!(next_wait(&mut backoff, &end) <= Duration::from_secs(seconds), "{code:?}");
+            }
+            assert_eq!(backoff.ceiling(), Duration::from_secs(seconds), "{code:?}");
+        }
+    }
 }

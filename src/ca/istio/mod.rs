@@ -87,6 +87,13 @@ impl IstioCa {
         Err(error)
     }
 
+    /// Logs an error, and repetitions at growing intervals.
+    fn log(&self, error: &SignError) {
+        if let Some(count) = self.failures.lock().failed(&error.problem) {
+            tracing::error!(target: "citadelclient", "failed to sign CSR: {error}{count}");
+        }
+    }
+
     fn error(&self, status: &Status) -> SignError {
         SignError {
             code: status.code(),
@@ -127,16 +134,16 @@ fn timeout_status(what: &str, limit: Duration) -> Status {
 }
 
 impl Ca for IstioCa {
+    async fn reach(&self) -> Result<bool, SignError> {
+        let is_connected = self.istiod.is_connected();
+        self.connection().await.inspect_err(|error| self.log(error))?;
+        Ok(is_connected)
+    }
+
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        let signed = self.try_sign(csr_pem, ttl).await;
-        let mut failures = self.failures.lock();
-        match &signed {
-            Ok(_) => drop(failures.end()),
-            Err(error) => {
-                if let Some(count) = failures.failed(&error.problem) {
-                    tracing::error!(target: "citadelclient", "failed to sign CSR: {error}{count}");
-                }
-            }
+        let signed = self.try_sign(csr_pem, ttl).await.inspect_err(|error| self.log(error));
+        if signed.is_ok() {
+            self.failures.lock().end();
         }
         signed
     }

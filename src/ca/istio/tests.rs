@@ -7,7 +7,6 @@ use super::IstioCa;
 use crate::ca::{Ca, SignError};
 use crate::istiod::fake::{self, Answer, Authority, Clients, ENDLESS, Fake, Files, plaintext, run};
 use crate::istiod::{Body, Istiod, Security, tls};
-use crate::problem::{Problem, codes};
 
 /// The number of bytes that istiod may send on a stream before they are read.
 const WINDOW: usize = 2 << 20;
@@ -186,26 +185,6 @@ async fn streams_of_two_envoys_that_read_nothing_do_not_hold_up_signing() {
     assert!((window..window + buffered).contains(&streamed), "{streamed}");
     assert_eq!(fake.seen().connections.len(), 1);
     drop(stalled);
-}
-
-#[test]
-fn permanent_grpc_codes_are_distinguished_from_transient_ones() {
-    for code in (1..=16).map(Code::from) {
-        let message = String::new();
-        let problem = Problem::new(codes::ISTIOD_ERROR, "", "");
-        let lasting = matches!(
-            code,
-            Code::InvalidArgument
-                | Code::NotFound
-                | Code::AlreadyExists
-                | Code::PermissionDenied
-                | Code::FailedPrecondition
-                | Code::OutOfRange
-                | Code::Unimplemented
-                | Code::DataLoss
-        );
-        assert_eq!(SignError { code, message, problem }.is_lasting(), lasting, "{code:?}");
-    }
 }
 
 #[tokio::test]

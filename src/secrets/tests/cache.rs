@@ -8,12 +8,12 @@ use super::*;
 use crate::files::volume::Volume;
 use crate::secrets::cache::CertificateCache;
 
-fn directory() -> Option<tempfile::TempDir> {
+pub(super) fn directory() -> Option<tempfile::TempDir> {
     let memory = Path::new("/dev/shm");
     memory.is_dir().then(|| tempfile::tempdir_in(memory).expect("a directory"))
 }
 
-fn caching(directory: &tempfile::TempDir) -> Config {
+pub(super) fn caching(directory: &tempfile::TempDir) -> Config {
     Config { cache: Some(Volume::named(directory.path())), ..config() }
 }
 

@@ -325,17 +325,13 @@ async fn mesh_roots_are_added_to_the_authoritys_and_a_changed_bundle_causes_a_re
     assert_eq!(anchors(&fixture.secrets), 3);
     let before = Instant::now();
     let second = fixture.renewed(&first).await;
-    assert!(before.elapsed() <= Duration::from_secs(30), "{:?}", before.elapsed());
+    assert!(before.elapsed() <= MINUTE, "{:?}", before.elapsed());
 
     let repeated = format!("{two}{}", other.root_pem());
     fixture.secrets.set_mesh_bundle(&repeated).expect("are two");
     let before = Instant::now();
     fixture.renewed(&second).await;
-    assert!(
-        before.elapsed() <= Duration::from_secs(30),
-        "a root was repeated {:?} ago",
-        before.elapsed()
-    );
+    assert!(before.elapsed() <= MINUTE, "a root was repeated {:?} ago", before.elapsed());
     assert_eq!(anchors(&fixture.secrets), 3);
     fixture.secrets.set_mesh_bundle("").expect("is none");
     tokio::task::yield_now().await;

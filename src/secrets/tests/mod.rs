@@ -14,6 +14,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 mod cache;
 mod faults;
+mod outages;
 
 struct Fixture {
     clock: Clock,
@@ -153,8 +154,8 @@ async fn an_unusable_response_is_never_published_and_retried_with_backoff() {
         let requests = fixture.authority.requests();
         tokio::time::sleep(14 * HOUR).await;
         assert!(fixture.is_serving(&good), "{answer:?}");
-        let a_minute = (fixture.authority.requests() - requests) / 120;
-        assert!((1..10).contains(&a_minute), "{answer:?}: {a_minute}");
+        let in_two_hours = fixture.authority.requests() - requests;
+        assert!((80..1200).contains(&in_two_hours), "{answer:?}: {in_two_hours}");
     }
 }
 
