@@ -36,6 +36,8 @@ pub struct Limits {
     pub per_address: Duration,
     /// The least time between the starts of two dials.
     pub least_between: Duration,
+    /// The longest time that a wait adds to it. A returning istiod is found within both and the time of one dial.
+    pub max_wait: Duration,
 }
 
 impl Default for Limits {
@@ -44,6 +46,7 @@ impl Default for Limits {
             total: Duration::from_secs(10),
             per_address: Duration::from_secs(5),
             least_between: Duration::from_secs(1),
+            max_wait: Duration::from_secs(1),
         }
     }
 }

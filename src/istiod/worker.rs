@@ -28,10 +28,6 @@ use crate::runtime::duration::{rounded, scaled};
 /// The longest time that the first wait adds to the least time between two dials.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 
-/// The longest time that any wait adds. A returning istiod is found within this time, the least time between
-/// two dials, and the time of one dial.
-const MAX_WAIT: Duration = Duration::from_secs(1);
-
 /// The remedy for GOAWAY with ENHANCE_YOUR_CALM.
 const TOO_MANY_PINGS: &str = "for too_many_pings raise `GRPC_KEEPALIVE_INTERVAL`, or lower the least time between \
     pings that the server or the load balancer enforces";
@@ -59,11 +55,12 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn new(shared: Arc<Shared>, queue: mpsc::UnboundedReceiver<Waiter>) -> Self {
+        let backoff = Backoff::new(FIRST_WAIT, shared.hosts.first().limits.max_wait);
         Self {
             shared,
             queue,
             tasks: ConnectionTasks::default(),
-            backoff: Backoff::new(FIRST_WAIT, MAX_WAIT),
+            backoff,
             not_before: Instant::now(),
             dialer: Dialer::default(),
             waiting: Vec::new(),

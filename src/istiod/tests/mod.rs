@@ -180,6 +180,51 @@ async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials()
     assert!(late.iter().all(|dials| (even / 2..even * 3 / 2).contains(dials)), "{late:?}");
 }
 
+/// Returns the dials of an agent in an outage of a minute, and the mean and longest time from its end to the next
+/// dial, if a wait adds up to `max_wait`.
+async fn dials_in_an_outage(max_wait: Duration) -> (f64, Duration, Duration) {
+    const AGENTS: u32 = 200;
+    const OUTAGE: Duration = Duration::from_secs(60);
+    let mut config = plaintext(unused_address().await);
+    config.limits = Limits { max_wait, ..Limits::default() };
+    let (mut agents, mut tasks) = (Vec::new(), JoinSet::new());
+    for _ in 0..AGENTS {
+        let (istiod, own) = run(config.clone());
+        agents.push(istiod.clone());
+        tasks.spawn(async move {
+            let _ = (istiod.connection().await, own); // The call waits until the test ends.
+        });
+    }
+    tokio::time::sleep(OUTAGE).await;
+    let before = Vec::from_iter(agents.iter().map(|istiod| istiod.status().dials));
+    let (end, mut returns) = (Instant::now(), vec![None; agents.len()]);
+    while returns.contains(&None) {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        for ((istiod, dials), found) in agents.iter().zip(&before).zip(&mut returns) {
+            if istiod.status().dials > *dials {
+                found.get_or_insert(end.elapsed());
+            }
+        }
+    }
+    let returns = Vec::from_iter(returns.into_iter().flatten());
+    let dials = before.iter().sum::<u64>() as f64 / f64::from(AGENTS);
+    (dials, returns.iter().sum::<Duration>() / AGENTS, returns.into_iter().max().unwrap())
+}
+
+/// Prints the trade that `benches/README.md` describes.
+#[tokio::test(start_paused = true)]
+async fn a_longer_wait_between_dials_saves_dials_and_delays_the_return() {
+    let (mut last_dials, mut last_mean) = (f64::MAX, Duration::ZERO);
+    for seconds in [1, 2, 4, 8] {
+        let (dials, mean, longest) = dials_in_an_outage(Duration::from_secs(seconds)).await;
+        println!("up to {seconds} s: {dials:.1} dials in 60 s, back after {mean:?}, {longest:?}");
+        assert!(dials < last_dials && mean > last_mean, "{seconds}: {dials}, {mean:?}");
+        let limit = Duration::from_secs(1 + seconds) + Duration::from_millis(50);
+        assert!(longest <= limit, "{seconds}: {longest:?}");
+        (last_dials, last_mean) = (dials, mean);
+    }
+}
+
 #[tokio::test]
 async fn after_goaway_new_calls_use_another_connection_and_open_streams_finish() {
     let fake = Fake::start(None).await;
