@@ -1,10 +1,13 @@
 //! The agents of the fleet, each a process with a directory of its own.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use local_istiod::LocalIstiod;
+use prost_types::Timestamp;
+use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -50,6 +53,18 @@ impl Agents {
             sum += dials(number).await.unwrap_or(0);
         }
         sum
+    }
+
+    /// Returns the certificates of the agents that report one. Their times count from the call.
+    pub(super) async fn certificates(&self) -> BTreeMap<usize, Certificate> {
+        let (mut certificates, now) = (BTreeMap::new(), SystemTime::now());
+        for number in 0..self.processes.len() {
+            let shown = page(number, "/debug/certs").await;
+            if let Some(certificate) = shown.and_then(|page| certificate(&page, now)) {
+                certificates.insert(number, certificate);
+            }
+        }
+        certificates
     }
 
     pub(super) fn print_memory(&self) {
@@ -101,15 +116,36 @@ pub(super) fn admin_port(name: &str) -> u16 {
     u16::try_from(ADMIN_PORT + number).expect("a port")
 }
 
+/// A certificate of an agent: the times to its renewal and to its end.
+#[derive(Clone, Copy)]
+pub(super) struct Certificate {
+    pub(super) due: Duration,
+    pub(super) end: Duration,
+}
+
+fn certificate(page: &Value, now: SystemTime) -> Option<Certificate> {
+    let shown = &page["secrets"][0];
+    let due: Timestamp = shown["next_renewal"].as_str()?.parse().ok()?;
+    let due = SystemTime::try_from(due).ok()?;
+    let end = shown["certificates"][0]["remaining_seconds"].as_f64()?;
+    Some(Certificate {
+        due: due.duration_since(now).unwrap_or_default(),
+        end: Duration::try_from_secs_f64(end).ok()? + now.elapsed().unwrap_or_default(),
+    })
+}
+
 /// Returns the number of dials that the agent has counted; None if the agent does not report it.
 async fn dials(number: usize) -> Option<u64> {
+    page(number, "/debug/istiod").await?["dials"].as_u64()
+}
+
+/// Returns a page of an agent; None if the agent does not serve it.
+async fn page(number: usize, path: &str) -> Option<Value> {
     let port = u16::try_from(STATUS_PORT + number).ok()?;
     let mut stream = TcpStream::connect(("127.0.0.1", port)).await.ok()?;
-    let request = b"GET /debug/istiod HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
-    stream.write_all(request).await.ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.ok()?;
-    let (_, body) = answer.split_once("\r\n\r\n")?;
-    let status: serde_json::Value = serde_json::from_str(body).ok()?;
-    status["dials"].as_u64()
+    serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()
 }

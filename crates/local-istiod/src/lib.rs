@@ -55,7 +55,7 @@ pub use keys::{Keys, KeysError, write_private};
 pub use resource::{Resource, ResourceError};
 pub use server::TlsError;
 pub use snapshot::{Snapshot, SnapshotError, follow};
-pub use stream::{Gone, Stream, Variant};
+pub use stream::{Gone, Overload, Stream, Variant};
 pub use token::{Claims, TokenKeyError};
 
 use crate::proto::istio_certificate_service_server::IstioCertificateServiceServer;
@@ -113,6 +113,7 @@ pub struct LocalIstiod {
     keys: Keys,
     authority: Arc<Authority>,
     script: watch::Sender<Script>,
+    overload: watch::Sender<Option<Overload>>,
     peers: Arc<Peers>,
     stopping: CancellationToken,
     tasks: JoinSet<()>,
@@ -162,9 +163,11 @@ impl LocalIstiod {
         ));
         let tls = tls(&options, &authority)?;
         let (script, scripted) = watch::channel(None);
+        let (overload, overloaded) = watch::channel(None);
         let (accepted, mut streams) = mpsc::channel(WAITING_STREAMS);
         let (stopping, peers) = (CancellationToken::new(), Arc::new(Peers::default()));
-        let services = services(&options, &keys, &authority, scripted, accepted, &stopping);
+        let services =
+            services(&options, &keys, &authority, scripted, overloaded, accepted, &stopping);
         let mut tasks = JoinSet::new();
         let accepting = server::serve(listener, tls, services, peers.clone(), stopping.clone());
         tasks.spawn(accepting);
@@ -172,7 +175,18 @@ impl LocalIstiod {
             let served = std::mem::replace(&mut streams, mpsc::channel(1).1);
             tasks.spawn(discovery::serve(served, snapshots, options.events.clone()));
         }
-        Ok(Self { address, streams, options, keys, authority, script, peers, stopping, tasks })
+        Ok(Self {
+            address,
+            streams,
+            options,
+            keys,
+            authority,
+            script,
+            overload,
+            peers,
+            stopping,
+            tasks,
+        })
     }
 
     /// Returns all root certificates as PEM, the newest first.
@@ -205,6 +219,11 @@ impl LocalIstiod {
     /// requests again.
     pub fn refuse_certificates(&self, with: Option<tonic::Status>) {
         self.script.send_replace(with.map(Err));
+    }
+
+    /// Limits the discovery streams that are accepted from now on. None ends the overload.
+    pub fn overload(&self, with: Option<Overload>) {
+        self.overload.send_replace(with);
     }
 
     /// Responds to all certificate requests with these elements, whatever they are. None makes
@@ -279,6 +298,7 @@ fn services(
     keys: &Keys,
     authority: &Arc<Authority>,
     script: watch::Receiver<Script>,
+    overload: watch::Receiver<Option<Overload>>,
     accepted: mpsc::Sender<Stream>,
     stopping: &CancellationToken,
 ) -> Services {
@@ -297,6 +317,8 @@ fn services(
         discovery: Acceptor {
             authenticator: secure.then_some(authenticator),
             accepted,
+            overload,
+            next_stream: Arc::default(),
             stopping: stopping.clone(),
             events: options.events.clone(),
             requests: options.requests.clone(),

@@ -7,14 +7,16 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes};
 use http::HeaderMap;
 use http::header::AUTHORIZATION;
 use prost::Message;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::{Request, Response, Status, Streaming};
@@ -42,6 +44,16 @@ pub struct Stream {
     requests: Streaming<Bytes>,
     copies: Option<mpsc::UnboundedSender<Bytes>>,
     responses: mpsc::Sender<Result<Bytes, Status>>,
+}
+
+/// An overload: few streams are accepted, and their first responses are late.
+#[derive(Clone, Copy, Debug)]
+pub struct Overload {
+    /// The streams in a second, as `PILOT_MAX_REQUESTS_PER_SECOND` sets it. A stream that would wait for a second
+    /// is refused with RESOURCE_EXHAUSTED.
+    pub streams_per_second: f64,
+    /// The time from the acceptance of a stream until its requests are read.
+    pub delay: Duration,
 }
 
 /// The error when the client has closed the stream.
@@ -99,6 +111,9 @@ pub(super) struct Acceptor {
     /// The authenticator of callers; None without TLS.
     pub(super) authenticator: Option<Authenticator>,
     pub(super) accepted: mpsc::Sender<Stream>,
+    pub(super) overload: watch::Receiver<Option<Overload>>,
+    /// The time at which the next stream of an overload is accepted.
+    pub(super) next_stream: Arc<Mutex<Option<Instant>>>,
     pub(super) stopping: CancellationToken,
     pub(super) events: Events,
     pub(super) requests: Option<mpsc::UnboundedSender<Bytes>>,
@@ -133,6 +148,11 @@ impl Acceptor {
         let peer = extensions
             .get::<Peer>()
             .ok_or_else(|| Status::internal("the connection has no peer"))?;
+        let overload = *self.overload.borrow();
+        if let Some(overload) = overload {
+            let accepted = self.reserve(overload, peer.address)?;
+            tokio::time::sleep_until(accepted + overload.delay).await;
+        }
         let caller = self.caller(peer, &headers)?;
         let (responses, answers) = mpsc::channel(1);
         let stream = Stream {
@@ -149,6 +169,20 @@ impl Acceptor {
             .await
             .map_err(|_| Status::unavailable("discovery is not served"))?;
         Answers::begin(answers, self.stopping.clone()).await
+    }
+
+    /// Returns when a stream is accepted, or refuses it.
+    fn reserve(&self, overload: Overload, peer: SocketAddr) -> Result<Instant, Status> {
+        let now = Instant::now();
+        let mut next = self.next_stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let accepted = next.map_or(now, |next| next.max(now));
+        if accepted - now >= Duration::from_secs(1) {
+            let reason = "stream not accepted: request rate limit exceeded".to_owned();
+            self.events.report(Event::ConnectionFailed { peer, reason });
+            return Err(Status::resource_exhausted("request rate limit exceeded"));
+        }
+        *next = Some(accepted + Duration::from_secs_f64(1.0 / overload.streams_per_second));
+        Ok(accepted)
     }
 
     fn caller(&self, peer: &Peer, headers: &HeaderMap) -> Result<Option<SpiffeId>, Status> {
