@@ -12,7 +12,7 @@ use super::schedule::signed_seconds;
 use super::x509;
 use super::{Failure, State};
 use crate::runtime::clock::rfc3339;
-use crate::trust::pem;
+use crate::trust::{chain_verifier, pem};
 
 /// The most certificates of a secret that are shown. No chain or bundle of roots for Envoy has more.
 const MAX_CERTIFICATES: usize = 100;
@@ -76,7 +76,7 @@ fn certificate(der: &[u8], now: SystemTime) -> Option<Certificate> {
     let certificate = x509::parse(der).ok()?;
     let validity = certificate.validity();
     let not_after = validity.not_after.to_datetime().into();
-    let mut spiffe_ids = x509::alternative_names(&certificate);
+    let mut spiffe_ids = chain_verifier::alternative_names(&certificate);
     spiffe_ids.retain(|uri| uri.starts_with("spiffe://"));
     Some(Certificate {
         serial: certificate.raw_serial_as_string(),

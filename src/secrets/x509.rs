@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::SubjectPublicKeyInfo;
 use zeroize::Zeroizing;
 
@@ -13,7 +13,7 @@ use super::schedule::signed_seconds;
 use crate::problem::{Problem, codes};
 use crate::runtime::clock::rfc3339;
 use crate::runtime::duration::rounded_seconds;
-use crate::trust::pem;
+use crate::trust::{chain_verifier, pem};
 
 /// The most names of a certificate that are shown in a text.
 pub(crate) const MAX_NAMES: usize = 8;
@@ -44,7 +44,7 @@ impl Facts {
             public_key: certificate.public_key().subject_public_key.data.to_vec(),
             not_before: validity.not_before.to_datetime().into(),
             not_after: validity.not_after.to_datetime().into(),
-            names: alternative_names(&certificate),
+            names: chain_verifier::alternative_names(&certificate),
         })
     }
 
@@ -139,15 +139,4 @@ pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
         Ok((rest, _)) => Err(format!("{} bytes follow its end", rest.len())),
         Err(error) => Err(format!("not an X.509 certificate ({error})")),
     }
-}
-
-/// Returns the DNS names and URIs of the subject alternative name; none if it cannot be parsed.
-pub(super) fn alternative_names(certificate: &X509Certificate<'_>) -> Vec<String> {
-    let extension = certificate.subject_alternative_name().ok().flatten();
-    let names = extension.iter().flat_map(|extension| &extension.value.general_names);
-    let texts = names.filter_map(|name| match name {
-        GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
-        _ => None,
-    });
-    texts.collect()
 }

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -161,13 +162,13 @@ def disturbed(world, replicas, limit, *events):
 
 
 def killed(world):
-    os.kill(process_of(world, istiods(world)[0]), 9)
+    os.kill(process_of(world, istiods(world)[0]), signal.SIGKILL)
 
 
 def hung(world):
     pid = process_of(world, istiods(world)[0])
-    os.kill(pid, 19)
-    return lambda: os.kill(pid, 18)
+    os.kill(pid, signal.SIGSTOP)
+    return lambda: os.kill(pid, signal.SIGCONT)
 
 
 def without_network(world):

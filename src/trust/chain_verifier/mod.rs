@@ -137,14 +137,20 @@ pub(crate) struct OneOf {
 impl OneOf {
     /// Returns true if the certificate has one of the names.
     fn accepts(&self, certificate: &X509Certificate<'_>) -> bool {
-        let found = certificate.subject_alternative_name().ok().flatten();
-        let found = found.iter().flat_map(|extension| &extension.value.general_names);
-        let mut found = found.filter_map(|name| match name {
-            GeneralName::URI(name) | GeneralName::DNSName(name) => Some(*name),
-            _ => None,
-        });
-        found.any(|it| self.names.iter().any(|name| it == name || covers(it, name)))
+        let mut found = alternative_names(certificate).into_iter();
+        found.any(|it| self.names.iter().any(|name| it == *name || covers(&it, name)))
     }
+}
+
+/// Returns the DNS names and URIs of the subject alternative name; none if it cannot be parsed.
+pub(crate) fn alternative_names(certificate: &X509Certificate<'_>) -> Vec<String> {
+    let extension = certificate.subject_alternative_name().ok().flatten();
+    let names = extension.iter().flat_map(|extension| &extension.value.general_names);
+    let texts = names.filter_map(|name| match name {
+        GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
+        _ => None,
+    });
+    texts.collect()
 }
 
 /// Returns true if a DNS name of a certificate is a wildcard for this host.
