@@ -2,7 +2,7 @@
 //! recorded chains.
 
 use std::path::Path;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, CustomExtension, DistinguishedName,
@@ -14,6 +14,7 @@ use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::PrivateKeyDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::time_provider::TimeProvider;
 use rustls::version::{TLS12, TLS13};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
@@ -87,6 +88,16 @@ fn anchors(roots: &[&Ca]) -> TrustAnchors {
     trust_anchors::parse(Path::new("roots"), pem.as_bytes(), SystemTime::now()).unwrap()
 }
 
+/// A clock that stands still.
+#[derive(Debug)]
+struct TestTime;
+
+impl TimeProvider for TestTime {
+    fn current_time(&self) -> Option<UnixTime> {
+        Some(UnixTime::since_unix_epoch(Duration::from_secs(1_800_000_000)))
+    }
+}
+
 /// Returns the outcome of handshakes with a server that presents `chain` and has `key`. It must be the same
 /// with TLS 1.2 and 1.3.
 async fn connect(chain: &[&Ca], key: &KeyPair, roots: &[&Ca], name: &str) -> Result<(), String> {
@@ -102,12 +113,14 @@ async fn connect(chain: &[&Ca], key: &KeyPair, roots: &[&Ca], name: &str) -> Res
             .unwrap()
             .with_no_client_auth()
             .with_cert_resolver(pair.clone());
-        let client = Policy::None
+        let mut client = Policy::None
             .builder()
             .unwrap()
             .dangerous()
             .with_custom_certificate_verifier(anchors.clone())
             .with_no_client_auth();
+        // The errors of both versions name the time of the verification.
+        client.time_provider = Arc::new(TestTime);
         let (a, b) = tokio::io::duplex(1 << 16);
         let name = ServerName::try_from(name.to_owned()).unwrap();
         let accept = TlsAcceptor::from(Arc::new(server)).accept(a);
