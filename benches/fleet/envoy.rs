@@ -28,9 +28,10 @@ const SECRET: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls
 pub(super) async fn run(name: &str, admin_port: u16) {
     let admin = TcpListener::bind(("127.0.0.1", admin_port)).await;
     let admin = admin.expect("a free port");
+    let namespace = std::env::var("POD_NAMESPACE").expect("the agent has a namespace");
     let envoy = Envoy {
         node: Node {
-            id: format!("sidecar~127.0.0.1~{name}.default~default.svc.cluster.local"),
+            id: format!("sidecar~127.0.0.1~{name}.{namespace}~{namespace}.svc.cluster.local"),
             ..Node::default()
         },
         secrets: support::channel(Path::new("var/run/secrets/workload-spiffe-uds/socket")).await,
