@@ -125,7 +125,7 @@ async fn measure(size: usize) {
     fleet.promise_return("after the restart", returned, &Vec::from_iter(0..size));
 
     let due = fleet.begin().await;
-    fleet.until_renewed().await;
+    fleet.until_renewed(life).await;
     fleet.row("all certificates due", due, None).await;
     fleet.promise_renewals(life);
 
@@ -361,9 +361,10 @@ impl Fleet {
         first
     }
 
-    async fn until_renewed(&self) {
+    /// Waits until all agents have renewed a certificate that lives for `life`.
+    async fn until_renewed(&self, life: Duration) {
         let begin = Instant::now();
-        while self.certificate_lifetimes().len() < self.size && begin.elapsed() < PATIENCE {
+        while self.certificate_lifetimes().len() < self.size && begin.elapsed() < life {
             sleep(Duration::from_millis(100)).await;
         }
     }

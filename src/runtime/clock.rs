@@ -6,6 +6,7 @@
 //! [`Clock::sleep_until_due`] also counts the time that passes, suspended or not (`CLOCK_BOOTTIME`), so a clock set
 //! back does not delay it.
 
+use std::future::pending;
 use std::io;
 #[cfg(test)]
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use serde::Serializer;
 use tokio::io::unix::AsyncFd;
 #[cfg(test)]
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 /// The longest wait. A longer one is cut, because the sum of a moment and a duration may be out of range.
 const FAR_AWAY: Duration = Duration::from_secs(30 * 365 * 86_400);
@@ -33,6 +34,14 @@ pub fn after(wait: Duration) -> Instant {
 pub fn later(instant: Instant, wait: Duration) -> Instant {
     let later = instant.checked_add(wait.min(FAR_AWAY));
     later.unwrap_or(instant)
+}
+
+/// Waits until an instant, or for ever without one.
+pub(crate) async fn until(due: Option<Instant>) {
+    match due {
+        Some(due) => sleep_until(due).await,
+        None => pending().await,
+    }
 }
 
 /// Reads the wall clock and sleeps by it.

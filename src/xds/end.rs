@@ -5,12 +5,12 @@
 use std::error::Error as _;
 use std::fmt;
 use std::io;
+use std::time::Duration;
 
 use http::{HeaderMap, HeaderValue};
 use hyper::body::Incoming;
 use tonic::{Code, Status};
 
-use crate::istiod::MAX_SILENCE;
 use crate::istiod::refusal::code_name;
 use crate::problem::Problem;
 use crate::runtime::duration::rounded;
@@ -136,8 +136,8 @@ impl End {
     }
 
     /// Istiod has not begun to respond on a new stream in time.
-    pub(crate) fn no_first_response() -> Self {
-        let why = format!("no first response within {}", rounded(MAX_SILENCE));
+    pub(crate) fn no_first_response(limit: Duration) -> Self {
+        let why = format!("no first response within {}", rounded(limit));
         Self::bad_response(&Status::deadline_exceeded(why))
     }
 

@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::future::pending;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,7 +15,7 @@ use http::HeaderMap;
 use http_body::Frame;
 use http_body_util::{BodyStream, StreamBody};
 use tokio::sync::mpsc;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 
@@ -23,6 +24,7 @@ use super::ledger::replay::Replay;
 use crate::istiod::{Body, Connection, Istiod, refusal};
 use crate::metrics::Counter;
 use crate::problem::Problem;
+use crate::runtime::clock::later;
 
 /// A queue of requests in the order of arrival.
 #[derive(Clone, Debug, Default)]
@@ -70,8 +72,8 @@ pub(super) enum Phase {
 /// A stream to istiod.
 pub(super) struct IstiodStream {
     pub(super) connection: Connection,
-    /// True once istiod has responded.
-    pub(super) has_responded: bool,
+    /// The time at which istiod was last sent a request, or sent bytes.
+    pub(super) active: Instant,
     /// Completes when the stream should move to another connection.
     moved: BoxFuture<'static, ()>,
     requests: mpsc::Sender<Bytes>,
@@ -82,6 +84,8 @@ pub(super) struct IstiodStream {
 pub(super) enum Event {
     Connected(Connection),
     Data(Bytes),
+    /// Nothing was sent or received for this time.
+    Silent(Duration),
 }
 
 impl Phase {
@@ -96,15 +100,20 @@ impl Phase {
         }))
     }
 
-    /// Waits for the next event or the end. Responses are read only if they are wanted. Cancel safe.
-    pub(super) async fn next(&mut self, wants_responses: bool) -> Result<Event, End> {
+    /// Waits for the next event or the end. Responses are read only if they are wanted. A stream of istiod may be silent for
+    /// `max_silence`. Cancel safe.
+    pub(super) async fn next(
+        &mut self,
+        wants_responses: bool,
+        max_silence: Option<Duration>,
+    ) -> Result<Event, End> {
         match self {
             Self::Connecting(dial) => match dial.await {
                 Ok(connection) => Ok(Event::Connected(connection)),
                 // The agent is stopping.
                 Err(_) => Err(End::stopped()),
             },
-            Self::Relaying(stream) => stream.next(wants_responses).await,
+            Self::Relaying(stream) => stream.next(wants_responses, max_silence).await,
             Self::ServingLastKnownGood(replay, istiod_answers) => tokio::select! {
                 () = istiod_answers => {
                     let why = "istiod answers; Envoy's next stream goes to istiod";
@@ -160,22 +169,39 @@ impl IstiodStream {
         Self {
             moved: Box::pin(connection.superseded()),
             connection,
-            has_responded: false,
+            active: Instant::now(),
             requests,
             responses: Box::pin(responses.try_flatten_stream()),
         }
     }
 
-    /// Waits for bytes of responses, if they are wanted, or for the end. Cancel safe.
-    async fn next(&mut self, wants_responses: bool) -> Result<Event, End> {
+    /// Waits for bytes of responses, if they are wanted, for the end, or for the limit of silence. Cancel safe.
+    async fn next(
+        &mut self,
+        wants_responses: bool,
+        max_silence: Option<Duration>,
+    ) -> Result<Event, End> {
         let frame = tokio::select! {
             () = &mut self.moved => return Err(End::moved()),
             frame = self.responses.next(), if wants_responses => frame.transpose()?,
+            limit = silence(self.active, max_silence) => return Ok(Event::Silent(limit)),
         };
+        self.active = Instant::now();
         match frame.map(Frame::into_data) {
             Some(Ok(bytes)) => Ok(Event::Data(bytes)),
             Some(Err(frame)) => Err(End::istiod(frame.into_trailers().unwrap_or_default())),
             None => Err(End::istiod(HeaderMap::new())),
         }
+    }
+}
+
+/// Waits until this time has passed since an instant, and returns it. Without one it waits for ever.
+async fn silence(since: Instant, limit: Option<Duration>) -> Duration {
+    match limit {
+        Some(limit) => {
+            sleep_until(later(since, limit)).await;
+            limit
+        }
+        None => pending().await,
     }
 }

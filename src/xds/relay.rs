@@ -27,7 +27,7 @@ use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Incoming;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::task::yield_now;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
@@ -37,16 +37,16 @@ use super::end::End;
 use super::interceptor::Interceptors;
 use super::ledger::EnvoyCache;
 use super::ledger::replay::Replay;
-use super::liveness::{Liveness, NEW_STREAM_INTERVAL};
+use super::liveness::{Liveness, NEW_STREAM_INTERVAL, News};
 use super::observe::{Observer, Services, Source};
 use super::on_demand::OnDemand;
 use super::phase::{Event, IstiodStream, Phase, Requests};
 use super::running_interceptors::RunningInterceptors;
 use super::stream::StreamState;
-use crate::istiod::{Istiod, MAX_SILENCE};
+use crate::istiod::{Connection, Istiod, MAX_SILENCE};
 use crate::problem::{Problem, Repetition, codes};
 use crate::runtime::backoff::Backoff;
-use crate::runtime::clock::{after, later};
+use crate::runtime::clock::{later, until};
 
 /// The most bytes of requests that can be sent again while istiod has not responded. The first requests of
 /// an Envoy are far smaller. A client that sends more waits for a stream of istiod, and ends with that stream.
@@ -66,6 +66,9 @@ const MAX_WAIT: Duration = Duration::from_secs(4);
 
 /// The longest wait after RESOURCE_EXHAUSTED, as long as Envoy's own: each attempt adds to the load of istiod.
 const MAX_WAIT_IF_OVERLOADED: Duration = Duration::from_secs(30);
+
+/// The number of silent streams up to which [`MAX_SILENCE`] grows: to two minutes.
+const MAX_SILENT_STREAMS: u32 = 7;
 
 /// The most bytes of responses that are read and stored before other tasks of the thread run, such as probes.
 const MAX_UNYIELDED: usize = 64 << 10;
@@ -141,10 +144,8 @@ struct Relay<'a> {
     /// All requests, as long as another stream can begin with them: istiod has not responded, and they are not
     /// larger than [`MAX_RESENDABLE`].
     resendable: Option<Requests>,
-    /// The time at which istiod counts as silent: [`MAX_SILENCE`] after its stream got a request, or after the last
-    /// bytes of a first response that is incomplete. None after the first response, without another control plane
-    /// to change to, and once `resendable` is dropped.
-    first_response_due: Option<Instant>,
+    /// The consecutive streams on which istiod was silent too long.
+    silent_streams: u32,
     /// Requests for the side that answers. Reading from the client does not wait for room at istiod: istiod may not
     /// read requests while it waits for a large response to be taken, and the client may not take it before its
     /// requests are sent. If no hop had a queue, all would wait for each other.
@@ -185,7 +186,7 @@ impl<'a> Relay<'a> {
             awaits_istiod_since: Instant::now(),
             phase: Phase::connecting(istiod, Duration::ZERO),
             resendable: Some(Requests::default()),
-            first_response_due: None,
+            silent_streams: 0,
             queue: Requests::default(),
             unyielded: 0,
             memory_permit: None,
@@ -213,33 +214,16 @@ impl<'a> Relay<'a> {
         let mut stopped = pin!(self.config.stop.cancelled());
         let mut client_gone = pin!(self.to_client.closed());
         loop {
-            let last_known_good_due = self.last_known_good_due();
             let request_sender = self.phase.request_sender().cloned();
             let request_room = request_sender.map(mpsc::Sender::reserve_owned);
-            let takes_requests = request_room.is_some();
-            let has_alternative = self.config.is_envoy && self.config.istiod.has_fallbacks();
-            let awaits_response = has_alternative
-                && self.phase.istiod_stream().is_some()
-                && self.resendable_memory() > 0;
-            let due = self.first_response_due;
-            self.first_response_due =
-                awaits_response.then(|| due.unwrap_or_else(|| after(MAX_SILENCE)));
             let wants_responses = self.state.wants_responses();
-            let liveness_due = self.state.liveness.due(wants_responses);
-            let clusters_due = self.state.recorder.clusters_due;
-            let stored_due = self.state.recorder.stored_due();
+            let liveness_due = self.state.liveness_due(wants_responses);
+            let last_known_good_due = self.last_known_good_due();
+            let max_silence = self.max_silence();
             tokio::select! {
                 () = &mut stopped => return Err(End::stopped()),
                 () = &mut client_gone => return Err(End::envoy_gone(None)),
-                frame = self.client.frame(), if self.wants_requests() => match frame {
-                    Some(Ok(frame)) => {
-                        if let Ok(bytes) = frame.into_data() {
-                            self.state.read_requests(bytes)?;
-                        }
-                    }
-                    Some(Err(error)) => return Err(End::envoy_gone(Some(error))),
-                    None => return Err(self.state.client_end()),
-                },
+                frame = self.client.frame(), if self.wants_requests() => self.read_requests(frame)?,
                 room = self.to_client.reserve(), if !self.state.to_client.is_empty() => {
                     self.send_next(room.map_err(|_| End::envoy_gone(None))?);
                 }
@@ -249,43 +233,21 @@ impl<'a> Relay<'a> {
                     }
                 }
                 // Only the latest verdict is sent: one that has waited for istiod may be outdated.
-                health = next_verdict(&mut self.health), if takes_requests && self.state.has_sent_own_subscriptions => {
+                health = next_verdict(&mut self.health), if request_room.is_some() && self.state.has_sent_own_subscriptions => {
                     // The report is not sent again on another stream, as it may be outdated then.
                     self.queue.push(self.state.health_report(&health));
                 }
                 // The channel is closed only if the side that answers has ended, which `phase.next` returns.
                 Some(Ok(room)) = OptionFuture::from(request_room), if self.queue.memory() > 0 => {
-                    let request = self.queue.pop().unwrap_or_default();
-                    self.state.liveness.note_request(&request);
-                    room.send(request);
+                    self.send_request(room);
                 }
-                Some(()) = OptionFuture::from(last_known_good_due.map(sleep_until)) => {
-                    self.serve_last_known_good();
-                }
-                Some(()) = OptionFuture::from(clusters_due.map(sleep_until)) => {
-                    // istiod's responses have waited long enough for stored clusters. The next turn reads them
-                    // again (`wants_responses`).
-                    self.state.recorder.clusters_due = None;
-                }
+                () = until(last_known_good_due) => self.serve_last_known_good(),
                 Some(event) = OnDemand::next(&mut self.state.on_demand) => {
                     self.state.handle_on_demand(event);
                 }
-                Some(()) = self.state.recorder.next_accepted() => self.state.send_waiting(),
-                Some(()) = OptionFuture::from(stored_due.map(sleep_until)) => {
-                    self.state.recorder.note_stored_due();
-                    self.state.send_waiting();
-                }
-                event = self.phase.next(wants_responses) => {
-                    self.first_response_due = None;
-                    let handled = event.and_then(|event| self.handle_event(event));
-                    handled.or_else(|end| self.reconnect_or_end(end, false))?;
-                }
-                Some(()) = OptionFuture::from(self.first_response_due.map(sleep_until)) => {
-                    self.reconnect_or_end(End::no_first_response(), true)?;
-                }
-                Some(()) = OptionFuture::from(liveness_due.map(sleep_until)) => {
-                    self.state.liveness.check();
-                }
+                () = self.state.recorder.next() => self.state.send_waiting(),
+                event = self.phase.next(wants_responses, max_silence) => self.handle_event(event)?,
+                () = until(liveness_due) => self.state.check_liveness(),
             }
             self.report_problem()?;
             self.forward();
@@ -297,56 +259,111 @@ impl<'a> Relay<'a> {
         }
     }
 
-    /// Reads the bytes of a response, or opens a stream on a new connection to istiod.
-    fn handle_event(&mut self, event: Event) -> Result<(), End> {
-        match event {
-            Event::Data(bytes) => {
-                // Without storing, a response costs so little that other tasks do not wait.
-                if self.config.store.is_some() {
-                    self.unyielded += bytes.len();
-                }
-                self.state.read_responses(bytes)?;
-                if self.state.has_responded
-                    && let Phase::Relaying(stream) = &mut self.phase
-                    && !std::mem::replace(&mut stream.has_responded, true)
-                {
-                    self.resendable = None;
-                    self.config.observer.record_first_response(self.config.id);
-                    self.config.istiod.record_success(&stream.connection);
-                    if let Some(failures) = self.failures.end() {
-                        let id = self.config.id;
-                        tracing::info!(target: "xdsproxy", id, "istiod answers again; {failures}");
-                    }
-                }
+    /// Reads a part of the client's requests.
+    fn read_requests(&mut self, frame: Option<hyper::Result<Frame<Bytes>>>) -> Result<(), End> {
+        match frame.transpose().map_err(|error| End::envoy_gone(Some(error)))? {
+            Some(frame) => match frame.into_data() {
+                Ok(bytes) => self.state.read_requests(bytes),
+                Err(_trailers) => Ok(()),
+            },
+            None => Err(self.state.client_end()),
+        }
+    }
+
+    /// Sends the side that answers the next request.
+    fn send_request(&mut self, room: mpsc::OwnedPermit<Bytes>) {
+        let request = self.queue.pop().unwrap_or_default();
+        if let Some(liveness) = &mut self.state.liveness {
+            liveness.note_request(&request);
+        }
+        if let Phase::Relaying(stream) = &mut self.phase {
+            stream.active = Instant::now();
+        }
+        room.send(request);
+    }
+
+    /// Handles an event of the phase. A failed stream of istiod is replaced if it can be.
+    fn handle_event(&mut self, event: Result<Event, End>) -> Result<(), End> {
+        let handled = match event {
+            Ok(Event::Connected(connection)) => {
+                self.open_stream(connection);
+                Ok(())
             }
-            Event::Connected(connection) => {
-                self.health.iter_mut().for_each(Health::mark_changed);
-                let (id, istiod, protocol) =
-                    (self.config.id, &self.config.istiod, self.config.protocol);
-                let (prefix, address) = (protocol.log_prefix(), istiod.address());
-                tracing::info!(target: "xdsproxy", id, "connected to {prefix}upstream XDS server: {address}");
-                let sent = self.config.observer.metrics.requests.clone();
-                let stream = IstiodStream::open(connection, istiod, protocol.path(), sent);
-                self.phase = Phase::Relaying(stream);
-                self.queue = self.resendable.clone().unwrap_or_default();
-                // Without an identity of the agent, istiod ends a stream on which it is asked.
-                let is_on = self.config.is_envoy
-                    && protocol == Protocol::Delta
-                    && istiod.uri(protocol.path()).scheme() == Some(&Scheme::HTTPS)
-                    && !self.config.observer.history.lock().refusing.contains(address);
-                self.state.liveness = Liveness::new(is_on);
+            Ok(Event::Data(bytes)) => self.read_responses(bytes),
+            Ok(Event::Silent(limit)) => {
+                self.silent_streams = self.silent_streams.saturating_add(1);
+                return self.reconnect_or_end(End::no_first_response(limit), true);
+            }
+            Err(end) => Err(end),
+        };
+        handled.or_else(|end| self.reconnect_or_end(end, false))
+    }
+
+    /// Opens a stream on a new connection to istiod, with all requests since the beginning.
+    fn open_stream(&mut self, connection: Connection) {
+        self.health.iter_mut().for_each(Health::mark_changed);
+        let RelayConfig { id, istiod, protocol, observer, .. } = self.config;
+        let (prefix, address) = (protocol.log_prefix(), istiod.address());
+        tracing::info!(target: "xdsproxy", id, "connected to {prefix}upstream XDS server: {address}");
+        let sent = observer.metrics.requests.clone();
+        let stream = IstiodStream::open(connection, istiod, protocol.path(), sent);
+        self.phase = Phase::Relaying(stream);
+        self.queue = self.resendable.clone().unwrap_or_default();
+        // Without an identity of the agent, istiod ends a stream on which it is asked.
+        if self.config.is_envoy
+            && *protocol == Protocol::Delta
+            && istiod.uri(protocol.path()).scheme() == Some(&Scheme::HTTPS)
+            && !observer.history.lock().refusing.contains(address)
+        {
+            self.state.liveness = Some(Liveness::new());
+        }
+    }
+
+    /// Reads bytes of responses, of istiod or of stored ones.
+    fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
+        // Without storing, a response costs so little that other tasks do not wait.
+        if self.config.store.is_some() {
+            self.unyielded += bytes.len();
+        }
+        let had_responded = self.state.has_responded;
+        self.state.read_responses(bytes)?;
+        if self.state.has_responded
+            && !had_responded
+            && let Phase::Relaying(stream) = &self.phase
+        {
+            let RelayConfig { id, istiod, observer, .. } = self.config;
+            self.resendable = None;
+            observer.record_first_response(*id);
+            istiod.record_success(&stream.connection);
+            if let Some(failures) = self.failures.end() {
+                tracing::info!(target: "xdsproxy", id, "istiod answers again; {failures}");
             }
         }
         Ok(())
     }
 
-    /// Records whether istiod's stream works. Ends the streams because of a new problem, at most once an hour.
+    /// Returns the longest time without bytes before the first response. None after it, if there is no other control plane,
+    /// and if another stream cannot begin with the same requests. The time grows with each silent stream, so that control
+    /// planes that are all slow get to answer.
+    fn max_silence(&self) -> Option<Duration> {
+        let can_change = self.config.is_envoy
+            && self.config.istiod.has_fallbacks()
+            && self.resendable_memory() > 0;
+        can_change.then(|| MAX_SILENCE * (1 + self.silent_streams.min(MAX_SILENT_STREAMS)))
+    }
+
+    /// Records what does not work on istiod's stream. Ends the streams because of a new problem, at most once an hour.
     fn report_problem(&mut self) -> Result<(), End> {
         let RelayConfig { id, istiod, observer, .. } = self.config;
-        let problem = self.state.liveness.problem();
+        let Some(liveness) = &mut self.state.liveness else {
+            return Ok(());
+        };
+        let Some(news) = liveness.news.take() else {
+            return Ok(());
+        };
+        let problem = liveness.problem();
         observer.record_problem(*id, problem.as_ref());
-        let is_new = std::mem::take(&mut self.state.liveness.is_new);
-        let Some(problem) = problem.filter(|_| is_new) else {
+        let Some(problem) = problem.filter(|_| news == News::Problem) else {
             return Ok(());
         };
         tracing::warn!(target: "xdsproxy", id, "{problem}");
@@ -441,14 +458,16 @@ impl<'a> Relay<'a> {
             return false;
         };
         let (istiod, code) = (&self.config.istiod, end.istiod_code());
-        if code.is_some_and(|code| self.state.liveness.is_refused(code)) {
+        if let Some(code) = code
+            && self.state.liveness.as_ref().is_some_and(|it| it.is_refused(code))
+        {
             let address = istiod.address().to_owned();
             tracing::info!(target: "xdsproxy", id = self.config.id, "{address} ended a stream on which it was asked for a debug page, and is not asked again");
             self.config.observer.history.lock().refusing.insert(address);
         }
         self.config.observer.record_istiod_end(end);
         istiod.leave_if_unauthenticated(&stream.connection, code);
-        let is_failure = code.is_some() && !stream.has_responded;
+        let is_failure = code.is_some() && !self.state.has_responded;
         is_failure && istiod.record_failure(&stream.connection, timed_out, problem)
     }
 
@@ -490,8 +509,8 @@ impl<'a> Relay<'a> {
         async move {
             let mut phase = Phase::connecting(istiod.clone(), Duration::ZERO);
             loop {
-                phase = match phase.next(true).await {
-                    Ok(Event::Data(_)) => return,
+                phase = match phase.next(true, None).await {
+                    Ok(Event::Data(_) | Event::Silent(_)) => return,
                     Ok(Event::Connected(connection)) => {
                         let stream = IstiodStream::open(connection, &istiod, path, sent.clone());
                         let phase = Phase::Relaying(stream);
@@ -520,7 +539,9 @@ impl<'a> Relay<'a> {
             }
             self.queue.push(request);
         }
-        self.state.liveness.requests.drain(..).for_each(|request| self.queue.push(request));
+        if let Some(liveness) = &mut self.state.liveness {
+            liveness.requests.drain(..).for_each(|request| self.queue.push(request));
+        }
         // Without a stream they stay, so that a new one can begin with them; no more are read (`wants_requests`).
         if self.resendable_memory() > MAX_RESENDABLE && self.phase.istiod_stream().is_some() {
             self.resendable = None;

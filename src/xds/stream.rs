@@ -50,7 +50,8 @@ pub(super) struct StreamState {
     pub(super) recorder: Recorder,
     /// None for clients other than Envoy.
     pub(super) services: Option<Services>,
-    pub(super) liveness: Liveness,
+    /// None without a stream of istiod, and if istiod must not be asked.
+    pub(super) liveness: Option<Liveness>,
     /// None unless Envoy gets clusters on demand, and the responses are istiod's.
     pub(super) on_demand: Option<OnDemand>,
 }
@@ -82,7 +83,7 @@ impl StreamState {
             source: Source::Istiod,
             recorder: Recorder::new(store, id),
             services: None,
-            liveness: Liveness::new(false),
+            liveness: None,
             on_demand,
         }
     }
@@ -148,15 +149,14 @@ impl StreamState {
     /// Prepares for another stream of istiod, because the last one had no response.
     pub(super) fn restart(&mut self) {
         self.responses = ResponseReader::new(self.protocol, self.interceptors.clone());
-        self.liveness = Liveness::new(false);
+        self.liveness = None;
     }
 
     /// Takes bytes of responses. Queues those for the client in `to_client`, and complete responses for interceptors
     /// in `captured`. Fails if the bytes are not responses.
     pub(super) fn read_responses(&mut self, bytes: Bytes) -> Result<(), End> {
         self.note_replaced();
-        self.liveness.heard = Instant::now();
-        self.responses.reads_names = !self.liveness.awaited.is_empty();
+        self.responses.reads_names = self.liveness.as_mut().is_some_and(Liveness::note_bytes);
         let mut malformed = None;
         let read = self.responses.feed(bytes, |output| match output {
             Output::Begins { type_url, length } => {
@@ -173,13 +173,17 @@ impl StreamState {
                 }
                 self.to_client.push_back(bytes);
             }
-            Output::Complete(it) if it.type_url == DEBUG && self.liveness.is_on => {
-                self.liveness.note_answer(&mut self.observer.history.lock());
+            Output::Complete(it)
+                if it.type_url == DEBUG
+                    && let Some(liveness) = &mut self.liveness =>
+            {
+                liveness.note_answer(&mut self.observer.history.lock());
             }
             Output::Complete(received) => {
                 self.has_responded = true;
-                let (history, names) = (&mut self.observer.history.lock(), &received.names);
-                self.liveness.end(&received.type_url, names, Some(history));
+                if let Some(liveness) = &mut self.liveness {
+                    liveness.note_response(&received, &mut self.observer.history.lock());
+                }
                 if self.source == Source::Istiod {
                     tracing::debug!(
                         target: "xdsproxy",
@@ -306,6 +310,18 @@ impl StreamState {
     fn note_replaced(&mut self) {
         let on_demand = self.on_demand.as_ref();
         self.responses.replace(on_demand.map_or(&[], OnDemand::replaced_types));
+    }
+
+    /// Returns when [`StreamState::check_liveness`] is due. `reads` is true if responses are read.
+    pub(super) fn liveness_due(&mut self, reads: bool) -> Option<Instant> {
+        self.liveness.as_mut()?.due(reads)
+    }
+
+    /// Asks istiod whether its stream works, or notes that it has not answered.
+    pub(super) fn check_liveness(&mut self) {
+        if let Some(liveness) = &mut self.liveness {
+            liveness.check();
+        }
     }
 
     /// Handles what is due for clusters on demand.

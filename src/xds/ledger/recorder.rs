@@ -19,7 +19,7 @@ use super::view::{Field, Response};
 use super::{EnvoyCache, Type};
 use crate::envoy::admin::Admin;
 use crate::envoy::inspect;
-use crate::runtime::clock::after;
+use crate::runtime::clock::{after, until};
 use crate::xds::on_demand::OnDemand;
 use crate::xds::request::{HEAD, Request, Subscription};
 use crate::xds::response::Received;
@@ -209,17 +209,6 @@ impl Recorder {
         Some(frame)
     }
 
-    /// Returns when [`Recorder::note_stored_due`] has to be called, because istiod has not sent what a stored resource
-    /// needs.
-    pub(crate) fn stored_due(&self) -> Option<Instant> {
-        let (mut state, pid) = self.state().filter(|_| !self.may_need_stored)?;
-        state.view(pid).stored_due()
-    }
-
-    pub(crate) fn note_stored_due(&mut self) {
-        self.may_need_stored = true;
-    }
-
     /// Records Envoy's ACK or NACK of the oldest response with stored versions of a type.
     pub(crate) fn record_stored_ack_or_nack(&mut self, request: &Request) {
         let mut unanswered = self.stored_unanswered.iter();
@@ -232,14 +221,33 @@ impl Recorder {
         }
     }
 
-    /// Waits until Envoy has said which resources it has. Ends at once if it is not asked. Cancel safe.
-    pub(crate) async fn next_accepted(&mut self) -> Option<()> {
-        let (type_of, accepted) = self.asking.next().await?;
-        let (mut state, pid) = self.state()?;
+    /// Waits until stored versions may have to be sent: Envoy has said which resources it has, or istiod has not sent in time
+    /// what a stored resource needs. Also ends the time in which istiod's responses wait for stored clusters. Cancel safe.
+    pub(crate) async fn next(&mut self) {
+        let stored_due = self.stored_due();
+        let (type_of, accepted) = tokio::select! {
+            Some(answer) = self.asking.next() => answer,
+            () = until(self.clusters_due) => {
+                self.clusters_due = None;
+                return;
+            }
+            () = until(stored_due) => {
+                self.may_need_stored = true;
+                return;
+            }
+        };
+        let Some((mut state, pid)) = self.state() else {
+            return;
+        };
         state.note_accepted(pid, type_of, accepted);
         drop(state);
         self.may_need_stored = true;
-        Some(())
+    }
+
+    /// Returns when istiod should have sent what a stored resource needs.
+    fn stored_due(&self) -> Option<Instant> {
+        let (mut state, pid) = self.state().filter(|_| !self.may_need_stored)?;
+        state.view(pid).stored_due()
     }
 
     /// Stops recording the stream.

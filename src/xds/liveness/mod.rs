@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use tonic::Code;
 
 use super::request::{Request, encode_subscription};
+use super::response::Received;
 use super::stream::short_type;
 use super::wire::NameDigest;
 use super::{CLUSTER, ENDPOINTS, EXTENSION, LISTENER, Protocol, ROUTES, SECRET};
@@ -54,7 +55,7 @@ pub(super) struct History {
 
 /// The names in a request that istiod has not answered.
 #[derive(Debug)]
-pub(super) struct Awaited {
+struct Awaited {
     type_url: &'static str,
     /// None once it has been renewed in vain.
     since: Option<Instant>,
@@ -63,48 +64,65 @@ pub(super) struct Awaited {
     names: HashMap<NameDigest, String>,
 }
 
-/// The state of a stream.
+/// The state of a stream that istiod may be asked on.
 #[derive(Debug)]
 pub(super) struct Liveness {
-    /// False without a stream of istiod, and if istiod must not be asked.
-    pub(super) is_on: bool,
     /// The time of the last bytes, or at which an answer was missing.
-    pub(super) heard: Instant,
+    heard: Instant,
     quiet: Duration,
-    /// The time of a question without an answer.
-    asked: Option<Instant>,
+    question: Question,
     has_answered: bool,
-    /// True if the last question had no answer.
-    is_silent: bool,
     /// The oldest first.
-    pub(super) awaited: Vec<Awaited>,
+    awaited: Vec<Awaited>,
     /// Requests for this stream only.
     pub(super) requests: Vec<Bytes>,
-    /// True if [`Liveness::problem`] is a new one.
-    pub(super) is_new: bool,
+    /// How [`Liveness::problem`] has changed since this was taken.
+    pub(super) news: Option<News>,
+}
+
+#[derive(Debug)]
+enum Question {
+    /// None was asked, or the last one was answered.
+    None,
+    /// The time of a question without an answer.
+    Asked(Instant),
+    /// The last one had no answer in time.
+    Unanswered,
+}
+
+/// A change of [`Liveness::problem`].
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum News {
+    /// It may have ended, or have fewer names.
+    Less,
+    /// There is a new one.
+    Problem,
 }
 
 impl Liveness {
-    pub(super) fn new(is_on: bool) -> Self {
+    pub(super) fn new() -> Self {
         Self {
-            is_on,
             heard: Instant::now(),
             quiet: scaled(QUIET, 0.8 + 0.4 * fastrand::f64()),
-            asked: None,
+            question: Question::None,
             has_answered: false,
-            is_silent: false,
             awaited: Vec::new(),
             requests: Vec::new(),
-            is_new: false,
+            news: None,
         }
+    }
+
+    /// Notes that istiod has sent bytes. Returns true if the names in responses matter.
+    pub(super) fn note_bytes(&mut self) -> bool {
+        self.heard = Instant::now();
+        self.awaited.iter().any(|it| !it.is_whole)
     }
 
     /// Takes a frame that is sent to istiod.
     pub(super) fn note_request(&mut self, frame: &Bytes) {
-        let decode = || Request::decode(Protocol::Delta, frame.clone()).ok();
-        let Some(request) = self.is_on.then(decode).flatten() else { return };
-        let type_url = TYPES.into_iter().find(|url| *url == request.type_url);
-        let Some((type_url, it)) = type_url.zip(request.subscription().ok()) else { return };
+        let Ok(request) = Request::decode(Protocol::Delta, frame.clone()) else { return };
+        let Some(type_url) = TYPES.into_iter().find(|url| *url == request.type_url) else { return };
+        let Ok(it) = request.subscription() else { return };
         let ended = it.unsubscribed.iter().map(|name| NameDigest::of(name)).collect();
         self.end(type_url, &ended, None);
         let (initial, mut names) = (it.initial_names(), it.names);
@@ -125,8 +143,13 @@ impl Liveness {
         }
     }
 
+    /// Takes a response.
+    pub(super) fn note_response(&mut self, received: &Received, history: &mut History) {
+        self.end(&received.type_url, &received.names, Some(history));
+    }
+
     /// Ends the wait for names of a type: those in a response, or those that Envoy unsubscribes from.
-    pub(super) fn end(
+    fn end(
         &mut self,
         type_url: &str,
         names: &HashSet<NameDigest>,
@@ -138,6 +161,9 @@ impl Liveness {
                 if let Some(history) = &mut answered {
                     history.late.remove(&(it.type_url, name));
                 }
+                if it.since.is_none() {
+                    self.news.get_or_insert(News::Less);
+                }
             }
         }
         self.awaited.retain(|it| !it.names.is_empty());
@@ -146,40 +172,55 @@ impl Liveness {
     /// Returns when [`Liveness::check`] is due. Time in which the agent does not read, because Envoy or an interceptor is
     /// slow, does not count.
     pub(super) fn due(&mut self, reads: bool) -> Option<Instant> {
-        if !self.is_on || !reads {
-            self.asked = self.asked.map(|_| Instant::now());
+        if !reads {
+            if let Question::Asked(since) = &mut self.question {
+                *since = Instant::now();
+            }
             return None;
         }
-        if let Some(asked) = self.asked {
-            let silent = later(asked.max(self.heard), MAX_SILENCE);
-            // A stream on which istiod has never answered is not judged.
-            return self.has_answered.then(|| silent.min(later(asked, MAX_WAIT)));
-        }
         let quiet = scaled(self.quiet, if self.has_answered { 1.0 } else { 0.25 });
-        let since = self.awaited.iter().find_map(|it| it.since).filter(|_| !self.is_silent);
-        let late = since.map(|since| later(since, UNANSWERED));
-        late.into_iter().chain([later(self.heard, quiet)]).min()
+        let quiet = later(self.heard, quiet);
+        match self.question {
+            // A stream on which istiod has never answered is not judged.
+            Question::Asked(_) if !self.has_answered => None,
+            Question::Asked(since) => {
+                let silent = later(since.max(self.heard), MAX_SILENCE);
+                Some(silent.min(later(since, MAX_WAIT)))
+            }
+            Question::Unanswered => Some(quiet),
+            Question::None => match self.awaited.iter().find_map(|it| it.since) {
+                Some(since) => Some(quiet.min(later(since, UNANSWERED))),
+                None => Some(quiet),
+            },
+        }
     }
 
     /// Asks istiod, or notes that its answer is missing.
     pub(super) fn check(&mut self) {
-        let due = self.due(true).filter(|_| self.asked.is_some());
-        if due.is_some_and(|due| due.elapsed() < MAX_LATENESS) {
-            (self.is_silent, self.is_new) = (true, true);
-            (self.heard, self.asked) = (Instant::now(), None);
-            return;
-        }
-        if due.is_none() {
-            self.requests.push(encode_subscription(DEBUG, vec![PAGE.to_owned()], false));
-        }
-        self.asked = Some(Instant::now());
+        let lateness = self.due(true).map(|due| due.elapsed());
+        let now = Instant::now();
+        self.question = match self.question {
+            Question::Asked(_) if lateness < Some(MAX_LATENESS) => {
+                self.heard = now;
+                self.news = Some(News::Problem);
+                Question::Unanswered
+            }
+            Question::Asked(_) => Question::Asked(now),
+            Question::None | Question::Unanswered => {
+                self.requests.push(encode_subscription(DEBUG, vec![PAGE.to_owned()], false));
+                Question::Asked(now)
+            }
+        };
     }
 
     /// Takes istiod's answer. Renews the subscriptions that istiod got before and has not answered. Those that were renewed
     /// before are a problem.
     pub(super) fn note_answer(&mut self, history: &mut History) {
-        (self.has_answered, self.is_silent) = (true, false);
-        let Some(asked) = self.asked.take() else { return };
+        self.has_answered = true;
+        self.news.get_or_insert(News::Less);
+        let Question::Asked(asked) = std::mem::replace(&mut self.question, Question::None) else {
+            return;
+        };
         if history.late.len() > MAX_LATE {
             history.late.clear();
         }
@@ -188,7 +229,9 @@ impl Liveness {
             let renewed = it.names.extract_if(|name, _| {
                 let count = history.late.entry((it.type_url, *name)).or_default();
                 *count = count.saturating_add(1);
-                self.is_new |= *count == 2;
+                if *count == 2 {
+                    self.news = Some(News::Problem);
+                }
                 *count == 1
             });
             let renewed: Vec<_> = renewed.map(|(_, name)| name).collect();
@@ -206,17 +249,20 @@ impl Liveness {
 
     /// Returns true if istiod has ended the stream, with this code, probably because it was asked.
     pub(super) fn is_refused(&self, code: Code) -> bool {
-        self.asked.filter(|_| !self.has_answered).is_some_and(|asked| match code {
-            Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded => false,
-            Code::Ok => asked.elapsed() < MAX_SILENCE,
-            _ => true,
-        })
+        match (&self.question, code) {
+            (_, Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded) => false,
+            (Question::Asked(since), Code::Ok) => {
+                !self.has_answered && since.elapsed() < MAX_SILENCE
+            }
+            (Question::Asked(_), _) => !self.has_answered,
+            _ => false,
+        }
     }
 
     /// Describes what does not work.
     pub(super) fn problem(&self) -> Option<Problem> {
         let subject = "Envoy's stream to istiod";
-        if self.is_silent {
+        if matches!(self.question, Question::Unanswered) {
             let found = "istiod no longer answers on it";
             return Some(Problem::new(codes::DISCOVERY_STALLED, subject, found));
         }

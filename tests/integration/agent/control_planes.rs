@@ -277,6 +277,25 @@ async fn a_silent_control_plane_is_abandoned_only_if_there_is_another() {
 }
 
 #[tokio::test]
+async fn control_planes_that_are_all_slow_get_more_time() {
+    let (mut bench, mut second) = Bench::with_second().await;
+    let protocol = Protocol::Delta;
+    let mut envoy = bench.envoy(protocol).await;
+    envoy.send_raw(framed(&request(protocol, CLUSTER)));
+    let mut slow = bench.accepted().await;
+    soon(slow.next_bytes()).await.unwrap().unwrap();
+    advance_clock(SILENCE).await;
+    let mut istiod = soon(second.streams.recv()).await.unwrap();
+    soon(istiod.next_bytes()).await.unwrap().unwrap();
+    advance_clock(SILENCE).await;
+    let message = response(protocol, CLUSTER, 10);
+    istiod.send_bytes(message.clone()).await.unwrap();
+    assert_eq!(envoy.next_bytes().await, message);
+    drop((envoy, istiod, slow));
+    bench.finish().await;
+}
+
+#[tokio::test]
 async fn envoys_stream_is_held_and_its_requests_are_sent_again_until_istiod_has_answered() {
     for (protocol, _) in PROTOCOLS {
         let mut bench = Bench::start().await;
