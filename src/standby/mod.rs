@@ -206,12 +206,11 @@ impl Pair {
 
     /// Describes this agent to the other one. Runs `envoy`, the program of its Envoy, to get the hot restart version.
     pub async fn hello(&self, envoy: &Path) -> Hello {
-        let version = read_output(envoy, "--hot-restart-version").await;
         Hello {
             version: VERSION,
             name: self.name.clone(),
             build: self.build.clone(),
-            hot_restart_version: version.unwrap_or_else(|why| why),
+            hot_restart_version: read_output(envoy, "--hot-restart-version").await,
             mounts: mounts().unwrap_or_default(),
             self_check: None,
         }
@@ -329,23 +328,24 @@ fn mounts() -> io::Result<BTreeSet<String>> {
 /// Describes the build of a container by the versions of this agent and of Envoy.
 async fn build(envoy: &Path) -> String {
     let agent = version::full(&version::istio().unwrap_or_default());
-    let envoy = read_output(envoy, "--version").await;
-    format!("{agent}, Envoy {}", envoy.unwrap_or_else(|why| why))
+    format!("{agent}, Envoy {}", read_output(envoy, "--version").await)
 }
 
-/// Runs Envoy with this argument. Returns in one line what it prints to either output. The error of a program that
-/// fails does not contain its output, which may differ each time: the same program is the same build.
-async fn read_output(envoy: &Path, argument: &str) -> Result<String, String> {
-    let output = program::run_with_stderr(envoy, &[argument], "", VERSION_LIMIT)
-        .await
-        .map_err(|error| format!("{}: {error}", envoy.display()))?;
+/// Runs Envoy with this argument. Returns in one line what it prints to either output, or why there is nothing. The error
+/// of a program that fails does not contain its output, which may differ each time: the same program is the same build.
+async fn read_output(envoy: &Path, argument: &str) -> String {
+    let name = envoy.display();
+    let output = match program::run_with_stderr(envoy, &[argument], "", VERSION_LIMIT).await {
+        Ok(output) => output,
+        Err(error) => return format!("{name}: {error}"),
+    };
     let bytes = [output.stdout, output.stderr].concat();
     let text = String::from_utf8_lossy(&bytes);
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if output.status.success() && !line.is_empty() {
-        Ok(line.chars().take(MAX_VERSION).collect())
+        line.chars().take(MAX_VERSION).collect()
     } else {
-        Err(format!("{}: {}", envoy.display(), output.status))
+        format!("{name}: {}", output.status)
     }
 }
 
@@ -365,8 +365,7 @@ mod tests {
         let script = folder.path().join("script");
         fs::write(&script, "echo $$ >&2; exit 3").unwrap();
         let (shell, script) = (Path::new("/bin/sh"), script.to_str().unwrap());
-        let error = read_output(shell, script).await.unwrap_err();
-        assert_eq!(error, "/bin/sh: exit status: 3");
+        assert_eq!(read_output(shell, script).await, "/bin/sh: exit status: 3");
     }
 
     #[test]

@@ -5,6 +5,7 @@ pub(super) mod ports;
 pub(super) mod reload;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
@@ -39,6 +40,16 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 const MAX_CONNECTIONS: usize = 4;
 /// The cause of a stop after a handover that failed.
 pub(super) const FAILED: &str = "the handover failed";
+
+/// The result of a handover.
+enum Outcome {
+    /// The other agent serves.
+    PassedOn,
+    /// The other agent got the sockets, and has not confirmed that it serves, for this reason.
+    Unconfirmed(String),
+    /// This agent still has the pod, for this reason, and has lent only the base ID.
+    StillOurs(String),
+}
 
 /// The agent that serves.
 #[derive(Clone)]
@@ -119,13 +130,16 @@ impl Holder {
             return Err("expected the beginning of a handover".into());
         }
         tracing::info!("handing over to container {} ({})", other.name, other.build);
-        let handed_over = match blocker {
-            Some(why) => Err(why),
-            None => self.hand_over(&mut channel).await,
+        let outcome = match blocker {
+            Some(why) => Outcome::StillOurs(why),
+            None => match self.hand_over(&mut channel).await {
+                Ok(outcome) => outcome,
+                Err(why) => Outcome::StillOurs(why.to_string()),
+            },
         };
-        let failed = match &handed_over {
-            Ok(Ok(())) => None,
-            Ok(Err(why)) | Err(why) => Some(why.clone()),
+        let failed = match &outcome {
+            Outcome::PassedOn => None,
+            Outcome::Unconfirmed(why) | Outcome::StillOurs(why) => Some(why.clone()),
         };
         let result = failed.as_ref().map_or("succeeded", |_| "failed");
         self.results.with([result]).inc();
@@ -137,18 +151,19 @@ impl Holder {
                 failed,
             });
         });
-        match handed_over {
-            // This agent still has the pod: it has lent only the base ID.
-            Err(why) => self.reclaim_base_id(channel, &other.name, why).await,
+        match outcome {
+            Outcome::StillOurs(why) => self.reclaim_base_id(channel, &other.name, why).await,
             // Even without a confirmation, this agent cannot serve again.
-            Ok(_) => self.wait_for_own_envoy_exit(channel).await,
+            Outcome::PassedOn | Outcome::Unconfirmed(_) => {
+                self.wait_for_own_envoy_exit(channel).await;
+            }
         }
         Ok(())
     }
 
-    /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve. Fails with the
-    /// reason if this agent still has the pod, and continues to serve. Otherwise returns the result of `pass_on`.
-    async fn hand_over(&self, channel: &mut Channel) -> Result<Result<(), String>, String> {
+    /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve. Fails if this agent
+    /// still has the pod, and continues to serve.
+    async fn hand_over(&self, channel: &mut Channel) -> Result<Outcome, BoxError> {
         // If both containers are replaced at once, the second one asks while Envoy starts in the first one. `lend` then
         // refuses, and the build would not be tried again.
         let mut report = self.envoy.report();
@@ -165,10 +180,8 @@ impl Holder {
         let workers = self.envoy.admin().workers(restart_epoch).await;
         let mut takeover = self.envoy.lend().await?;
         takeover.workers = workers.or(takeover.workers);
-        let go = Message::Go(takeover, serving);
-        self.until_ready(channel, &go).await?;
-        let passed_on = self.pass_on(channel).await;
-        passed_on.map_err(|error| error.to_string())
+        self.until_ready(channel, &Message::Go(takeover, serving)).await?;
+        Ok(self.pass_on(channel).await?)
     }
 
     /// Continues to serve after a failed handover: tells the other agent why, and takes the base id back once the other
@@ -185,7 +198,7 @@ impl Holder {
     }
 
     /// Sends `go`, which lets the other agent start its Envoy, and waits until that Envoy is able to serve.
-    async fn until_ready(&self, channel: &mut Channel, go: &Message) -> Result<(), String> {
+    async fn until_ready(&self, channel: &mut Channel, go: &Message) -> Result<(), BoxError> {
         let pid = self.envoy.report().borrow().pid;
         let mut report = self.envoy.report();
         let message = async {
@@ -197,45 +210,39 @@ impl Holder {
         tokio::select! {
             message = timeout(limit, message) => match message {
                 Ok(Ok(Message::Ready)) => Ok(()),
-                Ok(Ok(Message::Refused(why))) => Err(why),
-                Ok(Ok(other)) => Err(other.unexpected()),
-                Ok(Err(_)) => Err("it has exited".to_owned()),
-                Err(_) => Err(format!("it is not ready after {limit:?}")),
+                Ok(Ok(Message::Refused(why))) => Err(why.into()),
+                Ok(Ok(other)) => Err(other.unexpected().into()),
+                Ok(Err(_)) => Err("it has exited".into()),
+                Err(_) => Err(format!("it is not ready after {limit:?}").into()),
             },
-            _ = report.wait_for(|now| now.pid != pid) => Err("this container's Envoy has exited".to_owned()),
-            () = self.stop.first_request() => Err("this container must stop".to_owned()),
+            _ = report.wait_for(|now| now.pid != pid) => Err("this container's Envoy has exited".into()),
+            () = self.stop.first_request() => Err("this container must stop".into()),
         }
     }
 
     /// Stops accepting, passes the sockets and the lock on, and leaves Envoy to its successor. Fails if they cannot
-    /// be passed on. Returns an error, and stops this agent, if the other one does not confirm that it serves.
-    async fn pass_on(&self, channel: &mut Channel) -> io::Result<Result<(), String>> {
+    /// be passed on. Stops this agent if the other one does not confirm that it serves.
+    async fn pass_on(&self, channel: &mut Channel) -> io::Result<Outcome> {
         let mut descriptors = self.ports.duplicate().await?;
         descriptors.push(self.pair.duplicate_lock()?);
         self.listener_handover.begin().await;
-        let confirmed = async {
-            channel.send_with(&Message::Commit, &descriptors).await?;
-            match channel.receive_answer().await? {
-                Message::Done => Ok(()),
-                other => Err(BoxError::from(other.unexpected())),
-            }
-        };
-        let confirmed = confirmed.await;
-        match &confirmed {
+        let outcome = match commit(channel, &descriptors).await {
             Ok(()) => {
                 tracing::info!(
                     "the other container serves; this one waits for the end of its Envoy"
                 );
+                Outcome::PassedOn
             }
             Err(error) => {
                 // This agent has stopped accepting. It exits, and the next process that gets the lock serves.
                 tracing::error!("the other agent did not confirm that it serves: {error}");
                 self.stop.request(Urgency::Kill, FAILED);
+                Outcome::Unconfirmed(error.to_string())
             }
-        }
+        };
         self.pair.leave_lock();
         self.envoy.order(Order::Supersede).await;
-        Ok(confirmed.map_err(|error| error.to_string()))
+        Ok(outcome)
     }
 
     /// Holds the connection until this agent's Envoy has exited; its end informs the successor. If the successor exits
@@ -250,6 +257,15 @@ impl Holder {
         tracing::error!("the agent of the other container has exited");
         self.stop.request(Urgency::Kill, FAILED);
         let _ = ended.await;
+    }
+}
+
+/// Sends the other agent the descriptors. Fails unless it confirms that it serves.
+async fn commit(channel: &mut Channel, descriptors: &[OwnedFd]) -> Result<(), BoxError> {
+    channel.send_with(&Message::Commit, descriptors).await?;
+    match channel.receive_answer().await? {
+        Message::Done => Ok(()),
+        other => Err(other.unexpected().into()),
     }
 }
 

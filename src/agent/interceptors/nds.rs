@@ -23,19 +23,15 @@ impl Interceptor for Nds {
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
         let dns = self.0.clone();
         Box::pin(async move {
-            let updated = match table(protocol, &message) {
-                Ok(table) => dns.update(table).await,
-                Err(error) => Err(error),
-            };
-            updated.map_or_else(Outcome::Rejected, |()| Outcome::Accepted)
+            match resource::first(protocol, &message, TYPE_URL) {
+                Ok(table) => match dns.update(table).await {
+                    Ok(()) => Outcome::Accepted,
+                    Err(why) => Outcome::Rejected(why),
+                },
+                Err(why) => Outcome::Rejected(format!("failed to unmarshal name table: {why}")),
+            }
         })
     }
-}
-
-/// Returns the name table of a response.
-fn table(protocol: Protocol, message: &Bytes) -> Result<Bytes, String> {
-    resource::first(protocol, message, TYPE_URL)
-        .map_err(|why| format!("failed to unmarshal name table: {why}"))
 }
 
 #[cfg(test)]
@@ -71,13 +67,11 @@ mod tests {
     fn a_name_table_is_found_in_sotw_and_delta_and_other_types_are_errors() {
         for protocol in [Protocol::Sotw, Protocol::Delta] {
             let any = |type_url: &str| Any { type_url: type_url.into(), value: b"table".into() };
-            assert_eq!(
-                table(protocol, &response(protocol, Some(any(TYPE_URL)))),
-                Ok("table".into())
-            );
-            for wrong in [Some(any("other")), None] {
-                let error = table(protocol, &response(protocol, wrong)).expect_err("no table");
-                assert!(error.starts_with("failed to unmarshal name table: "), "{error}");
+            let first = |any| resource::first(protocol, &response(protocol, any), TYPE_URL);
+            assert_eq!(first(Some(any(TYPE_URL))).unwrap(), "table");
+            for (wrong, found) in [(Some(any("other")), "\"other\""), (None, "\"\"")] {
+                let error = first(wrong).unwrap_err().to_string();
+                assert_eq!(error, format!("found a {found}, expected {TYPE_URL}"));
             }
         }
     }

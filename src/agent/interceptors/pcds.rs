@@ -8,6 +8,7 @@ use prost::Message;
 
 use super::resource;
 use crate::problem::Problem;
+use crate::runtime::lifecycle::BoxError;
 use crate::secrets::Secrets;
 use crate::secrets::files::Files;
 use crate::xds::Protocol;
@@ -30,15 +31,6 @@ struct ProxyConfig {
 }
 
 impl Pcds {
-    /// Reads the bundle of a response, and has it trusted. Fails with the reason for a rejection.
-    fn accept(&self, protocol: Protocol, message: &Bytes) -> Result<(), String> {
-        let config = resource::first(protocol, message, TYPE_URL)
-            .and_then(|value| ProxyConfig::decode(value).map_err(|error| error.to_string()))
-            .map_err(|error| format!("failed to unmarshal proxy config: {error}"))?;
-        let bundle = config.ca_certificates_pem.join("\n");
-        self.trust(&bundle).map_err(|error| error.to_string())
-    }
-
     /// Gives the bundle to the secrets from files and to the secret cache.
     fn trust(&self, bundle: &str) -> Result<(), Problem> {
         let action =
@@ -57,8 +49,19 @@ impl Interceptor for Pcds {
     }
 
     fn intercept(&self, protocol: Protocol, message: Bytes) -> Intercepting {
-        let accepted = self.accept(protocol, &message);
-        let outcome = accepted.map_or_else(Outcome::Rejected, |()| Outcome::Accepted);
+        let outcome = match bundle(protocol, &message) {
+            Ok(bundle) => match self.trust(&bundle) {
+                Ok(()) => Outcome::Accepted,
+                Err(problem) => Outcome::Rejected(problem.to_string()),
+            },
+            Err(why) => Outcome::Rejected(format!("failed to unmarshal proxy config: {why}")),
+        };
         Box::pin(std::future::ready(outcome))
     }
+}
+
+/// Reads the bundle of a response.
+fn bundle(protocol: Protocol, message: &Bytes) -> Result<String, BoxError> {
+    let config = ProxyConfig::decode(resource::first(protocol, message, TYPE_URL)?)?;
+    Ok(config.ca_certificates_pem.join("\n"))
 }

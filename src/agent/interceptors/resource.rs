@@ -11,12 +11,25 @@ const CONTENT: u32 = 2;
 /// The field number of `type_url` in `Any`.
 const TYPE_URL: u32 = 1;
 
+/// The reason why a response cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Unusable {
+    #[error(transparent)]
+    Malformed(#[from] DecodeError),
+    #[error("found a {found:?}, expected {expected}")]
+    OtherType { found: String, expected: String },
+}
+
 /// Returns the value of the first resource, which is the only one. Fails unless it is of type `type_url`.
-pub(super) fn first(protocol: Protocol, message: &Bytes, type_url: &str) -> Result<Bytes, String> {
-    let [found, value] = decoded(protocol, message).map_err(|error| error.to_string())?;
+pub(super) fn first(
+    protocol: Protocol,
+    message: &Bytes,
+    type_url: &str,
+) -> Result<Bytes, Unusable> {
+    let [found, value] = decoded(protocol, message)?;
     if found != type_url.as_bytes() {
-        let found = String::from_utf8_lossy(&found);
-        return Err(format!("found a {found:?}, expected {type_url}"));
+        let found = String::from_utf8_lossy(&found).into_owned();
+        return Err(Unusable::OtherType { found, expected: type_url.to_owned() });
     }
     Ok(value)
 }

@@ -134,11 +134,11 @@ impl Inputs {
     }
 
     /// Rejects changes of fixed settings, and files that were usable at the agent's start and are not any more.
-    fn check(&self, config: &Config) -> Result<(), String> {
+    fn check(&self, config: &Config) -> Result<(), BoxError> {
         let first = &self.first;
         let mut settings = fixed(first).into_iter().zip(fixed(config));
         if let Some(((name, _), _)) = settings.find(|(before, now)| before != now) {
-            return Err(fixed_error(name));
+            return Err(fixed_error(name).into());
         }
         // A file that cannot be used is tolerated only if it could not be used at the start either.
         let lost = config.warnings.iter().find(|warning| {
@@ -148,7 +148,8 @@ impl Inputs {
         });
         match lost {
             Some(lost) => {
-                Err(format!("could be used when the agent started, but cannot be used now: {lost}"))
+                Err(format!("could be used when the agent started, but cannot be used now: {lost}")
+                    .into())
             }
             None => Ok(()),
         }
