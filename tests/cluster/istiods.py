@@ -102,12 +102,29 @@ def debug(world, istiod, page):
                                     "pilot-discovery", "request", "GET", f"/debug/{page}"))
 
 
+def watches(world, istiod):
+    """Returns what the pods that are connected to an istiod have asked it for."""
+    clients = debug(world, istiod, "adsz").get("clients") or []
+    return {client["connectionId"].partition(".")[0]: client["watches"] for client in clients}
+
+
+def shared_istiod(world):
+    """Restarts the pods until an istiod has some of either agent, and returns it: pods are spread by new connections."""
+    for _ in range(10):
+        for name in FLEET.values():
+            world.restart(name)
+        for istiod in istiods(world):
+            pods = watches(world, istiod)
+            if all(any(pod.startswith(name) for pod in pods) for name in FLEET.values()):
+                return istiod
+    raise Failed("no istiod has pods of both agents")
+
+
 def expect_same_subscriptions(world):
     """Compares what each Envoy subscribes to by name with what the istiod that it is connected to was asked for."""
     asked = {}
     for istiod in istiods(world):
-        for client in debug(world, istiod, "adsz").get("clients") or []:
-            asked[client["connectionId"].partition(".")[0]] = client["watches"]
+        asked.update(watches(world, istiod))
     for pod in (pod for name in FLEET.values() for pod in world.pods(name)):
         dump = json.loads(world.admin(pod, "config_dump"))["configs"]
         part = lambda kind: next(one for one in dump if one["@type"].endswith(kind))
@@ -131,8 +148,8 @@ def members(value, name):
 
 
 def disturbed(world, replicas, limit, *events):
-    """Has this number of istiods, and lets each event happen under load. Each gets the world, and may return a function
-    that undoes it after the limit."""
+    """Has this number of istiods, and lets each event happen under load. Each gets the world and an istiod that has pods of
+    either agent, and may return a function that undoes it after the limit."""
     for agent, name in FLEET.items():
         world.deploy(name, agent, replicas=REPLICAS, annotations=config())
     world.rolled_out(*FLEET.values())
@@ -140,11 +157,9 @@ def disturbed(world, replicas, limit, *events):
     try:
         for event in events:
             world.scale_istiod(replicas)
-            # The pods are spread over the istiods by new connections.
-            for name in FLEET.values():
-                world.restart(name)
+            istiod = shared_istiod(world)
             with Load(world, [f"http://{name}:8080/" for name in FLEET.values()], *CLIENTS) as load, Churn(world) as churn:
-                undo = event(world)
+                undo = event(world, istiod)
                 time.sleep(limit + 5)
                 if undo:
                     undo()
@@ -161,18 +176,18 @@ def disturbed(world, replicas, limit, *events):
     return "; ".join(told)
 
 
-def killed(world):
-    os.kill(process_of(world, istiods(world)[0]), signal.SIGKILL)
+def killed(world, istiod):
+    os.kill(process_of(world, istiod), signal.SIGKILL)
 
 
-def hung(world):
-    pid = process_of(world, istiods(world)[0])
+def hung(world, istiod):
+    pid = process_of(world, istiod)
     os.kill(pid, signal.SIGSTOP)
     return lambda: os.kill(pid, signal.SIGCONT)
 
 
-def without_network(world):
-    pid = process_of(world, istiods(world)[0])
+def without_network(world, istiod):
+    pid = process_of(world, istiod)
 
     def drop(action):
         for chain, device in (("INPUT", "-i"), ("OUTPUT", "-o")):
@@ -182,7 +197,7 @@ def without_network(world):
     return lambda: drop("-D")
 
 
-def only_the_older_release(world):
+def only_the_older_release(world, _istiod):
     """Adds an istiod of the other release, which then is the only one."""
     other = world.cluster.another_istiod()
     template = world.get("-n", "istio-system", "deploy/istiod")["spec"]["template"]
@@ -201,12 +216,12 @@ def only_the_older_release(world):
     return undo
 
 
-def rolling_restart(world):
+def rolling_restart(world, _istiod):
     world.kubectl("rollout", "restart", *ISTIOD)
     world.rolled_out_istiod()
 
 
-def scaled_to_three_and_back(world):
+def scaled_to_three_and_back(world, _istiod):
     for replicas in (3, 1):
         world.scale_istiod(replicas)
         time.sleep(5)
