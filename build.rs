@@ -33,6 +33,20 @@ fn main() -> Result<(), Box<dyn Error>> {
         let path = Path::new(&env::var("OUT_DIR")?).join(name);
         fs::write(path, files.encode_to_vec())?;
     }
+    if env::var("PROFILE")? == "release" && env::var("CARGO_CFG_TARGET_OS")? == "linux" {
+        leave_out_unwind_tables()?;
+    }
+    Ok(())
+}
+
+/// Links the agent without the tables by which a panic unwinds the stack, 0.8 MB: a release aborts. What `perf` and gdb show
+/// comes from frame pointers.
+fn leave_out_unwind_tables() -> Result<(), Box<dyn Error>> {
+    let script = Path::new(&env::var("OUT_DIR")?).join("no_unwind_tables.ld");
+    fs::write(&script, "SECTIONS { /DISCARD/ : { *(.eh_frame) } } INSERT AFTER .text;\n")?;
+    for argument in ["--no-eh-frame-hdr", &format!("-T,{}", script.display())] {
+        println!("cargo::rustc-link-arg-bin=pilot-agent=-Wl,{argument}");
+    }
     Ok(())
 }
 
