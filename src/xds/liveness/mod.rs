@@ -71,6 +71,8 @@ pub(super) struct Liveness {
     heard: Instant,
     quiet: Duration,
     question: Question,
+    /// The time of the last question, or of the beginning.
+    asked: Instant,
     has_answered: bool,
     /// The oldest first.
     awaited: Vec<Awaited>,
@@ -80,12 +82,11 @@ pub(super) struct Liveness {
     pub(super) news: Option<News>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 enum Question {
     /// None was asked, or the last one was answered.
     None,
-    /// The time of a question without an answer.
-    Asked(Instant),
+    Pending,
     /// The last one had no answer in time.
     Unanswered,
 }
@@ -93,9 +94,9 @@ enum Question {
 /// A change of [`Liveness::problem`].
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum News {
-    /// It may have ended, or have fewer names.
-    Less,
-    /// There is a new one.
+    /// It may have ended, or have other names.
+    Change,
+    /// There is one, and there was none.
     Problem,
 }
 
@@ -105,6 +106,7 @@ impl Liveness {
             heard: Instant::now(),
             quiet: scaled(QUIET, 0.8 + 0.4 * fastrand::f64()),
             question: Question::None,
+            asked: Instant::now(),
             has_answered: false,
             awaited: Vec::new(),
             requests: Vec::new(),
@@ -162,7 +164,7 @@ impl Liveness {
                     history.late.remove(&(it.type_url, name));
                 }
                 if it.since.is_none() {
-                    self.news.get_or_insert(News::Less);
+                    self.news.get_or_insert(News::Change);
                 }
             }
         }
@@ -173,8 +175,8 @@ impl Liveness {
     /// slow, does not count.
     pub(super) fn due(&mut self, reads: bool) -> Option<Instant> {
         if !reads {
-            if let Question::Asked(since) = &mut self.question {
-                *since = Instant::now();
+            if self.question == Question::Pending {
+                self.asked = Instant::now();
             }
             return None;
         }
@@ -182,14 +184,15 @@ impl Liveness {
         let quiet = later(self.heard, quiet);
         match self.question {
             // A stream on which istiod has never answered is not judged.
-            Question::Asked(_) if !self.has_answered => None,
-            Question::Asked(since) => {
-                let silent = later(since.max(self.heard), MAX_SILENCE);
-                Some(silent.min(later(since, MAX_WAIT)))
+            Question::Pending if !self.has_answered => None,
+            Question::Pending => {
+                let silent = later(self.asked.max(self.heard), MAX_SILENCE);
+                Some(silent.min(later(self.asked, MAX_WAIT)))
             }
             Question::Unanswered => Some(quiet),
             Question::None => match self.awaited.iter().find_map(|it| it.since) {
-                Some(since) => Some(quiet.min(later(since, UNANSWERED))),
+                // Names that come one after another do not make as many questions.
+                Some(since) => Some(quiet.min(later(since.max(self.asked), UNANSWERED))),
                 None => Some(quiet),
             },
         }
@@ -199,37 +202,40 @@ impl Liveness {
     pub(super) fn check(&mut self) {
         let lateness = self.due(true).map(|due| due.elapsed());
         let now = Instant::now();
-        self.question = match self.question {
-            Question::Asked(_) if lateness < Some(MAX_LATENESS) => {
+        match self.question {
+            Question::Pending if lateness < Some(MAX_LATENESS) => {
                 self.heard = now;
                 self.news = Some(News::Problem);
-                Question::Unanswered
+                self.question = Question::Unanswered;
             }
-            Question::Asked(_) => Question::Asked(now),
+            Question::Pending => self.asked = now,
             Question::None | Question::Unanswered => {
                 self.requests.push(encode_subscription(DEBUG, vec![PAGE.to_owned()], false));
-                Question::Asked(now)
+                self.asked = now;
+                self.question = Question::Pending;
             }
-        };
+        }
     }
 
     /// Takes istiod's answer. Renews the subscriptions that istiod got before and has not answered. Those that were renewed
     /// before are a problem.
     pub(super) fn note_answer(&mut self, history: &mut History) {
         self.has_answered = true;
-        self.news.get_or_insert(News::Less);
-        let Question::Asked(asked) = std::mem::replace(&mut self.question, Question::None) else {
+        self.news.get_or_insert(News::Change);
+        let asked = self.asked;
+        if std::mem::replace(&mut self.question, Question::None) != Question::Pending {
             return;
-        };
+        }
         if history.late.len() > MAX_LATE {
             history.late.clear();
         }
+        let had_problem = self.awaited.iter().any(|it| it.since.is_none());
         let is_late = |it: &mut Awaited| it.since.is_some_and(|it| later(it, UNANSWERED) <= asked);
         for mut it in self.awaited.extract_if(.., is_late).collect::<Vec<_>>() {
             let renewed = it.names.extract_if(|name, _| {
                 let count = history.late.entry((it.type_url, *name)).or_default();
                 *count = count.saturating_add(1);
-                if *count == 2 {
+                if *count == 2 && !had_problem {
                     self.news = Some(News::Problem);
                 }
                 *count == 1
@@ -249,20 +255,19 @@ impl Liveness {
 
     /// Returns true if istiod has ended the stream, with this code, probably because it was asked.
     pub(super) fn is_refused(&self, code: Code) -> bool {
-        match (&self.question, code) {
-            (_, Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded) => false,
-            (Question::Asked(since), Code::Ok) => {
-                !self.has_answered && since.elapsed() < MAX_SILENCE
+        self.question == Question::Pending
+            && !self.has_answered
+            && match code {
+                Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded => false,
+                Code::Ok => self.asked.elapsed() < MAX_SILENCE,
+                _ => true,
             }
-            (Question::Asked(_), _) => !self.has_answered,
-            _ => false,
-        }
     }
 
     /// Describes what does not work.
     pub(super) fn problem(&self) -> Option<Problem> {
         let subject = "Envoy's stream to istiod";
-        if matches!(self.question, Question::Unanswered) {
+        if self.question == Question::Unanswered {
             let found = "istiod no longer answers on it";
             return Some(Problem::new(codes::DISCOVERY_STALLED, subject, found));
         }

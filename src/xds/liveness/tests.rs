@@ -159,12 +159,13 @@ async fn istiod_is_judged_only_by_what_it_got_before_the_question() {
     stream.pass(20).await;
     stream.subscribe(ROUTES, &["young"]);
     stream.pass(10).await;
-    stream.subscribe(ROUTES, &["new"]);
     assert_eq!(stream.sent(), ["istio.io/debug ndsz"]);
-    stream.pass(9).await;
+    stream.pass(5).await;
+    stream.subscribe(ROUTES, &["new"]);
+    stream.pass(4).await;
     stream.answer();
     assert_eq!(stream.sent(), ["RDS -old", "RDS old"]);
-    stream.pass(12).await;
+    stream.pass(21).await;
     assert_eq!(stream.sent(), ["istio.io/debug ndsz"]);
     stream.answer();
     assert_eq!(stream.sent(), ["RDS -young", "RDS young"]);
@@ -302,6 +303,22 @@ async fn an_end_of_the_stream_after_the_first_question_is_a_refusal() {
         stream.answer();
         assert!(!stream.liveness.is_refused(code), "it has answered");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_name_each_second_without_answers_makes_two_questions_a_minute() {
+    let mut stream = Stream::proven().await;
+    let mut asked = 0;
+    for second in 0..300 {
+        stream.subscribe(ENDPOINTS, &[&format!("{second}")]);
+        stream.pass(1).await;
+        if stream.sent().iter().any(|it| it == "istio.io/debug ndsz") {
+            asked += 1;
+            stream.answer();
+            stream.sent();
+        }
+    }
+    assert!((9..=10).contains(&asked), "{asked}");
 }
 
 #[tokio::test(start_paused = true)]
