@@ -4,7 +4,6 @@
 //! only extension a critical subject alternative name with the SPIFFE identity. Each request has a new key.
 //! Making an RSA key takes up to seconds; callers run that on a blocking thread.
 
-use rcgen::string::PrintableString;
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, DnValue};
 use yasna::Tag;
 use zeroize::Zeroizing;
@@ -34,9 +33,10 @@ pub fn generate(
     let mut params = CertificateParams::default();
     params.distinguished_name = empty_organization()?;
     params.custom_extensions = vec![alternative_name(&identity.to_string())];
-    let csr_pem = params.serialize_request(&*key)?.pem()?;
-    let key_pem = key::to_pem(&key, key_type, encoding)?;
-    Ok(Request { csr_pem, key_pem })
+    Ok(Request {
+        csr_pem: params.serialize_request(&*key)?.pem()?,
+        key_pem: key::to_pem(&key, key_type, encoding)?,
+    })
 }
 
 impl std::fmt::Debug for Request {
@@ -47,8 +47,7 @@ impl std::fmt::Debug for Request {
 
 fn empty_organization() -> Result<DistinguishedName, rcgen::Error> {
     let mut name = DistinguishedName::new();
-    let empty = PrintableString::try_from("")?;
-    name.push(DnType::OrganizationName, DnValue::PrintableString(empty));
+    name.push(DnType::OrganizationName, DnValue::PrintableString("".try_into()?));
     Ok(name)
 }
 
@@ -56,8 +55,9 @@ fn empty_organization() -> Result<DistinguishedName, rcgen::Error> {
 fn alternative_name(uri: &str) -> CustomExtension {
     let names = yasna::construct_der(|writer| {
         writer.write_sequence(|writer| {
-            let name = writer.next();
-            name.write_tagged_implicit(URI_NAME, |writer| writer.write_bytes(uri.as_bytes()));
+            writer
+                .next()
+                .write_tagged_implicit(URI_NAME, |writer| writer.write_bytes(uri.as_bytes()));
         });
     });
     let mut extension = CustomExtension::from_oid_content(&SUBJECT_ALT_NAME, names);

@@ -9,7 +9,6 @@ use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_ASN1_SIGNING, ECDSA_P384_SHA384_ASN1_SIGNING, EcdsaKeyPair,
 };
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_RSA_SHA256};
-use rustls::pki_types::PrivatePkcs8KeyDer;
 use x509_parser::asn1_rs::{Any, FromDer, Sequence, Tag};
 use zeroize::Zeroizing;
 
@@ -49,8 +48,7 @@ pub(super) fn generate(key_type: KeyType) -> Result<Zeroizing<KeyPair>, BoxError
             let key =
                 rsa::KeyPair::generate(rsa_size(bits)).map_err(|_| "cannot make an RSA key")?;
             let pkcs8: Pkcs8V1Der<'_> = key.as_der().map_err(|_| UNDOCUMENTED_FORM)?;
-            let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8.as_ref());
-            KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_RSA_SHA256)
+            KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8.as_ref().into(), &PKCS_RSA_SHA256)
         }
     };
     Ok(Zeroizing::new(key?))
@@ -76,15 +74,17 @@ pub(super) fn to_pem(
     let algorithm = match (encoding, key_type) {
         (Encoding::Pkcs8, _) => return Ok(pem::encode("PRIVATE KEY", pkcs8)),
         (Encoding::Traditional, KeyType::Rsa(_)) => {
-            let inner = unwrap_pkcs8(pkcs8).ok_or(UNDOCUMENTED_FORM)?;
-            return Ok(pem::encode("RSA PRIVATE KEY", inner));
+            return Ok(pem::encode(
+                "RSA PRIVATE KEY",
+                unwrap_pkcs8(pkcs8).ok_or(UNDOCUMENTED_FORM)?,
+            ));
         }
         (Encoding::Traditional, KeyType::P256) => &ECDSA_P256_SHA256_ASN1_SIGNING,
         (Encoding::Traditional, KeyType::P384) => &ECDSA_P384_SHA384_ASN1_SIGNING,
     };
     let key = EcdsaKeyPair::from_pkcs8(algorithm, pkcs8).map_err(|_| UNDOCUMENTED_FORM)?;
-    let private_key = key.private_key();
-    let sec1: EcPrivateKeyRfc5915Der<'_> = private_key.as_der().map_err(|_| UNDOCUMENTED_FORM)?;
+    let sec1: EcPrivateKeyRfc5915Der<'_> =
+        key.private_key().as_der().map_err(|_| UNDOCUMENTED_FORM)?;
     Ok(pem::encode("EC PRIVATE KEY", sec1.as_ref()))
 }
 

@@ -18,15 +18,21 @@ use crate::problem::Problem;
 /// A certificate authority. Unit tests use a fake one.
 pub trait Ca: Send + Sync + 'static {
     /// Connects to the authority if there is no connection, without a request. Returns true if there was one, which
-    /// may be lost by now.
-    fn reach(&self) -> impl Future<Output = Result<bool, SignError>> + Send;
-
+    /// Connects to the authority if there is no connection, without a request.
+    fn reach(&self) -> impl Future<Output = Result<Reached, SignError>> + Send;
     /// Signs a PEM certificate request for `ttl`. Returns PEM: the leaf first, the roots last.
     fn sign(
         &self,
         csr_pem: &str,
         ttl: Duration,
     ) -> impl Future<Output = Result<Vec<String>, SignError>> + Send;
+}
+/// How an authority was reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reached {
+    /// There was a connection, which may be lost by now.
+    Before,
+    Now,
 }
 
 /// The error of a request that the authority did not sign.

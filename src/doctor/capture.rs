@@ -51,32 +51,33 @@ const CONNECT_LIMIT: Duration = Duration::from_millis(300);
 /// Returns true for a sidecar whose pod's traffic is captured.
 pub(super) fn is_captured(config: &Config) -> bool {
     let node = &config.bootstrap.node;
-    let mode = node.metadata.get("INTERCEPTION_MODE").and_then(Value::as_str);
-    node.id.starts_with("sidecar~") && matches!(mode, Some("REDIRECT" | "TPROXY"))
+    node.id.starts_with("sidecar~") && matches!(mode(node), Some("REDIRECT" | "TPROXY"))
+}
+
+fn mode(node: &Node) -> Option<&str> {
+    node.metadata.get("INTERCEPTION_MODE").and_then(Value::as_str)
 }
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let node = &subject.config.bootstrap.node;
-    let mode = node.metadata.get("INTERCEPTION_MODE");
-    let skipped = |why: &str| vec![Check::skipped(NAME, why)];
-    match mode.and_then(Value::as_str) {
+    let why = match mode(node) {
         // Gateways are given a mode as well.
-        _ if !node.id.starts_with("sidecar~") => return skipped("only sidecars capture traffic"),
-        Some("REDIRECT" | "TPROXY") => {}
-        Some(mode) => {
-            return skipped(&format!("interception mode {mode}: traffic is not captured"));
-        }
-        None => {
-            return skipped(
-                "ISTIO_META_INTERCEPTION_MODE is not set, so traffic may be captured or not",
-            );
-        }
-    }
-    let is_first_v6 = node.addresses.first().is_some_and(IpAddr::is_ipv6);
+        _ if !node.id.starts_with("sidecar~") => "only sidecars capture traffic",
+        Some("REDIRECT" | "TPROXY") => return captured(subject).await,
+        Some(mode) => &format!("interception mode {mode}: traffic is not captured"),
+        None => "ISTIO_META_INTERCEPTION_MODE is not set, so traffic may be captured or not",
+    };
+    vec![Check::skipped(NAME, why)]
+}
+
+/// Makes the checks for each address family of the pod.
+async fn captured(subject: Subject<'_>) -> Vec<Check> {
+    let own = &subject.config.bootstrap.node.addresses;
+    let is_first_v6 = own.first().is_some_and(IpAddr::is_ipv6);
     let families = [Family::V4, Family::V6].into_iter().filter(|family| {
         let is_v6 = *family == Family::V6;
-        let mut are_v6 = node.addresses.iter().map(IpAddr::is_ipv6);
-        is_v6 == is_first_v6 || subject.config.bootstrap.dual_stack && are_v6.any(|it| it == is_v6)
+        is_v6 == is_first_v6
+            || subject.config.bootstrap.dual_stack && own.iter().any(|it| it.is_ipv6() == is_v6)
     });
     let checks = families.map(|family| family_checks(subject, family));
     join_all(checks).await.into_iter().flatten().collect()
@@ -87,8 +88,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
         Ok(Ok(layout)) => layout,
         Ok(Err(problem)) => return unread_rules(subject, family, &problem.found).await,
         Err(_) => {
-            let why = "the program that reads them does not end";
-            return unread_rules(subject, family, why).await;
+            return unread_rules(subject, family, "the program that reads them does not end").await;
         }
     };
     let version = if family == Family::V4 { "IPv4" } else { "IPv6" };
@@ -99,8 +99,8 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     }
     let mut checks = simulated_connections(&layout, family, envoy_ids(subject));
     let [_, _, peer] = addresses(family);
-    let mut own = subject.config.bootstrap.node.addresses.iter();
-    let pod = own.find(|address| address.is_ipv4() == peer.is_ipv4()).map_or(peer, |it| *it);
+    let own = &subject.config.bootstrap.node.addresses;
+    let pod = own.iter().find(|it| it.is_ipv4() == peer.is_ipv4()).map_or(peer, |it| *it);
     checks.extend(bypass::find(&layout, family, [pod, peer]).iter().map(Check::from));
     checks.extend(layout.earlier_dns.iter().map(|rule| {
         let found = format!("a DNS rule of an earlier version of Istio: {rule}");
@@ -108,8 +108,8 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     }));
     checks.extend(dns(&layout, &dns_ports(subject, family)));
     if checks.is_empty() {
-        let port = |chain| layout.redirect_port(chain).unwrap_or_default();
-        let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect].map(port);
+        let [outbound, inbound] = [Chain::Redirect, Chain::InRedirect]
+            .map(|chain| layout.redirect_port(chain).unwrap_or_default());
         let found = format!("lead to ports {outbound} and {inbound} for {version}");
         checks.push(Check::ok(NAME, found));
     }
@@ -124,15 +124,13 @@ fn error(code: &'static Code, found: String) -> Check {
 async fn unread_rules(subject: Subject<'_>, family: Family, why: &str) -> Vec<Check> {
     let mut checks = vec![test_connection(subject, family, why).await];
     let node = &subject.config.bootstrap.node;
-    let mode = node.metadata.get("INTERCEPTION_MODE").and_then(Value::as_str);
     // In TPROXY mode, Envoy's connections to the application have the address of the client.
-    let sockets = match mode {
+    let sockets = match mode(node) {
         Some("REDIRECT") => run_blocking(|| usage::sockets(Path::new("/"))).await,
         _ => Ok(Vec::new()),
     };
     let users = [envoy_ids(subject).0, geteuid().as_raw()];
-    let sockets = sockets.unwrap_or_default();
-    if let Some(socket) = uncaptured(&sockets, family, users, node) {
+    if let Some(socket) = uncaptured(&sockets.unwrap_or_default(), family, users, node) {
         let Socket { local, remote, .. } = socket;
         let found = format!("a connection from {remote} has reached {local} without Envoy");
         checks.push(error(codes::CAPTURE_BYPASSED, found));
@@ -151,12 +149,15 @@ fn uncaptured<'a>(
     let mut locals: HashSet<_> = sockets.iter().map(|it| it.local.ip()).collect();
     locals.extend(&node.addresses);
     let [_, envoy, outside] = addresses(family);
-    let listeners = sockets.iter().filter(|it| it.state == LISTEN);
-    let (envoys, others): (Vec<_>, Vec<_>) = listeners.partition(|it| users.contains(&it.user));
-    let [envoys, others] =
-        [envoys, others].map(|it| it.iter().map(|it| it.local.port()).collect::<HashSet<_>>());
+    let mut envoys = HashSet::new();
+    let mut others = HashSet::new();
+    for listener in sockets.iter().filter(|it| it.state == LISTEN) {
+        let ports = if users.contains(&listener.user) { &mut envoys } else { &mut others };
+        ports.insert(listener.local.port());
+    }
     sockets.iter().find(|Socket { local, remote, state, .. }| {
-        let (port, peer) = (local.port(), remote.ip());
+        let port = local.port();
+        let peer = remote.ip();
         HAS_BEEN_OPEN.contains(state)
             && local.is_ipv4() == outside.is_ipv4()
             && node.addresses.contains(&local.ip())
@@ -169,29 +170,32 @@ fn uncaptured<'a>(
 
 /// Returns true if Istio or an annotation of the pod does not capture a port.
 fn is_spared(node: &Node, port: u16) -> bool {
-    let has = |name: &str| {
-        let annotations = node.metadata.get("ANNOTATIONS")?;
-        let list = annotations.get(format!("traffic.sidecar.istio.io/{name}"))?.as_str()?;
-        Some(list.split(',').any(|it| it.trim() == "*" || it.trim() == port.to_string()))
-    };
     SIDECAR.contains(&port)
         || port == SSH
-        || has("excludeInboundPorts") == Some(true)
-        || has("includeInboundPorts") == Some(false)
+        || is_in_annotation(node, "excludeInboundPorts", port) == Some(true)
+        || is_in_annotation(node, "includeInboundPorts", port) == Some(false)
+}
+
+/// Returns None if the pod does not have the annotation.
+fn is_in_annotation(node: &Node, name: &str, port: u16) -> Option<bool> {
+    let annotations = node.metadata.get("ANNOTATIONS")?;
+    let list = annotations.get(format!("traffic.sidecar.istio.io/{name}"))?.as_str()?;
+    Some(list.split(',').any(|it| it.trim() == "*" || it.trim() == port.to_string()))
 }
 
 /// Opens a test connection if the rules cannot be read, as istio-validation does: connections of Envoy's user over
 /// lo to an address of the pod are redirected to Envoy.
 async fn test_connection(subject: Subject<'_>, family: Family, why: &str) -> Check {
-    let skipped = || Check::skipped(NAME, format!("cannot be read: {why}"));
+    let skipped = Check::skipped(NAME, format!("cannot be read: {why}"));
     let first = subject.config.bootstrap.node.addresses.first();
     let is_first = first.is_some_and(IpAddr::is_ipv6) == (family == Family::V6);
     // Rules treat root's connections differently. A pod may not have a route to the address in its second family.
     if geteuid().is_root() || !is_first {
-        return skipped();
+        return skipped;
     }
     let [loopback, inbound, _] = addresses(family);
-    let (call, envoy) = ((inbound, TEST_PORT).into(), (loopback, INBOUND).into());
+    let call = (inbound, TEST_PORT).into();
+    let envoy = (loopback, INBOUND).into();
     match tokio::join!(connects(loopback, call), connects(loopback, envoy)) {
         (Ok(()), _) => Check::ok(
             NAME,
@@ -205,7 +209,7 @@ async fn test_connection(subject: Subject<'_>, family: Family, why: &str) -> Che
             );
             error(codes::CAPTURE_RULES_MISSING, found)
         }
-        _ => skipped(),
+        _ => skipped,
     }
 }
 
@@ -222,37 +226,46 @@ fn addresses(family: Family) -> [IpAddr; 3] {
 async fn connects(from: IpAddr, to: SocketAddr) -> io::Result<()> {
     let socket = if to.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
     socket.bind((from, 0).into())?;
-    let connected = timeout(CONNECT_LIMIT, socket.connect(to)).await;
-    connected.map_err(io::Error::from)?.map(drop)
+    timeout(CONNECT_LIMIT, socket.connect(to)).await.map_err(io::Error::from)?.map(drop)
 }
 
 /// Simulates connections of Envoy to its own pod and to other machines. Returns errors for those that do not arrive.
-fn simulated_connections(layout: &Layout, family: Family, (user, group): (u32, u32)) -> Vec<Check> {
+fn simulated_connections(
+    layout: &Layout,
+    family: Family,
+    user_and_group: (u32, u32),
+) -> Vec<Check> {
     let [loopback, inbound, outside] = addresses(family);
-    let simulate_to = |destination: (IpAddr, u16), interface: &str| {
-        let packet = Packet {
-            sender: Some(Sender { user: user.into(), group: group.into() }),
-            protocol: Protocol::Tcp,
-            source: (loopback, 0).into(),
-            destination: destination.into(),
-            interface: interface.to_owned(),
-        };
-        let decision = simulate(layout, &packet).decision;
-        (decision, format!("{packet} {decision}"))
-    };
     let mut checks = Vec::new();
-    let (decision, found) = simulate_to((inbound, TEST_PORT), "lo");
+    let packet = packet_of_envoy(user_and_group, loopback, (inbound, TEST_PORT), "lo");
+    let decision = simulate(layout, &packet).decision;
     // In TPROXY mode, Envoy runs as root. Only the rules for its group match then; they mark the connection for
     // TPROXY.
     if !matches!(decision, Decision::Redirected(_) | Decision::Tproxied(_)) {
-        let found = format!("{found}, expected Envoy's inbound port");
+        let found = format!("{packet} {decision}, expected Envoy's inbound port");
         checks.push(error(codes::CAPTURE_RULES_CHANGED, found));
     }
-    let (decision, found) = simulate_to((outside, 443), "eth0");
+    let packet = packet_of_envoy(user_and_group, loopback, (outside, 443), "eth0");
+    let decision = simulate(layout, &packet).decision;
     if decision != Decision::Untouched {
-        checks.push(error(codes::CAPTURE_PROXY_UID, found));
+        checks.push(error(codes::CAPTURE_PROXY_UID, format!("{packet} {decision}")));
     }
     checks
+}
+
+fn packet_of_envoy(
+    (user, group): (u32, u32),
+    source: IpAddr,
+    destination: (IpAddr, u16),
+    interface: &str,
+) -> Packet {
+    Packet {
+        sender: Some(Sender { user: user.into(), group: group.into() }),
+        protocol: Protocol::Tcp,
+        source: (source, 0).into(),
+        destination: destination.into(),
+        interface: interface.to_owned(),
+    }
 }
 
 /// Returns the user and the group of Envoy: the agent's, unless the agent is root.
@@ -268,9 +281,13 @@ fn envoy_ids(subject: Subject<'_>) -> (u32, u32) {
 /// Returns the ports at which the agent answers the captured DNS queries of a family; none if it does not.
 fn dns_ports(subject: Subject<'_>, family: Family) -> Vec<u16> {
     let config = subject.config;
-    let is_captured = config.bootstrap.node.is_true("DNS_CAPTURE");
-    let dns = config.dns.iter().filter(|_| is_captured);
-    dns.flat_map(|dns| &dns.forwarder.listen_addresses)
+    if !config.bootstrap.node.is_true("DNS_CAPTURE") {
+        return Vec::new();
+    }
+    config
+        .dns
+        .iter()
+        .flat_map(|dns| &dns.forwarder.listen_addresses)
         .filter(|address| address.is_ipv4() == (family == Family::V4))
         .map(SocketAddr::port)
         .collect()

@@ -24,15 +24,13 @@ pub(super) const ROOTS: &str = "roots of the mesh";
 impl Facts {
     /// Reads the certificates of a PEM file. Broken ones are left out.
     pub(super) fn of_pem(pem: &[u8]) -> Vec<Self> {
-        let certificates = pem::items::<CertificateDer>(pem).flatten();
-        certificates.flat_map(|der| Self::read(&der)).collect()
+        pem::items::<CertificateDer>(pem).flatten().flat_map(|der| Self::read(&der)).collect()
     }
 
     /// Checks that the certificate is valid now. `name` names it.
     pub(super) fn validity(&self, name: &str, now: SystemTime) -> Check {
         let found = format!("{self}, valid until {}", rfc3339(self.not_after));
-        let problem = self.validity_problem(name, now);
-        checked(name, problem.map_or(Ok(found), Err))
+        checked(name, self.validity_problem(name, now).map_or(Ok(found), Err))
     }
 }
 
@@ -56,23 +54,25 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
         return leaf;
     }
     let Some(roots) = roots else {
-        let invalid = checks.find(|other| other.level == Level::Error);
-        let level = Level::Warning;
-        return invalid.map_or(leaf, |other| Check { level, ..other });
+        return match checks.find(|other| other.level == Level::Error) {
+            Some(invalid) => Check { level: Level::Warning, ..invalid },
+            None => leaf,
+        };
     };
     let Err(why) = verify(chain, roots, now) else {
         return leaf;
     };
     let roots = Facts::of_pem(roots);
-    let mut signers = roots.iter();
-    let signer = signers.find(|root| facts.iter().any(|link| link.issuer == root.subject));
+    let signer = roots.iter().find(|root| facts.iter().any(|link| link.issuer == root.subject));
     if let Some(signer) = signer.filter(|root| root.not_after < now) {
         let found = signer.validity("", now).found;
         return Check::from(&Problem::new(codes::ROOTS_EXPIRED, ROOTS, found));
     }
     if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
-        let found = format!("{}; Envoy may accept its chain: {limit}", leaf.found);
-        return Check { found, ..leaf };
+        return Check {
+            found: format!("{}; Envoy may accept its chain: {limit}", leaf.found),
+            ..leaf
+        };
     }
     let (level, peers) = match why {
         // Envoy is less strict in some respects.
@@ -83,15 +83,13 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
         _ => (Level::Error, "peers"),
     };
     let links = facts.iter().take(MAX_NAMES).map(|link| {
-        let (issuer, end) = (&link.issuer, rfc3339(link.not_after));
-        format!("{link} (issued by {issuer}, valid until {end})")
+        format!("{link} (issued by {}, valid until {})", link.issuer, rfc3339(link.not_after))
     });
     let rejected = Vec::from_iter(links).join(", ");
     let subjects = roots.into_iter().take(MAX_NAMES).map(|root| root.subject);
     let trusted = Vec::from_iter(subjects).join("; ");
     let found = format!("{peers} reject {rejected}: {why}; the mesh's roots are {trusted}");
-    let problem = Problem::new(codes::CERTIFICATE_CHAIN_REJECTED, name, found);
-    Check::with_level(level, &problem)
+    Check::with_level(level, &Problem::new(codes::CERTIFICATE_CHAIN_REJECTED, name, found))
 }
 
 /// Verifies a chain both as a client's and as a server's, like Envoy. A SPIFFE identity has no DNS name
@@ -99,13 +97,16 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
 fn verify(chain: &[u8], roots: &[u8], now: SystemTime) -> Result<(), Error> {
     let chain: Vec<_> = pem::items(chain).flatten().collect();
     let (leaf, others) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
-    let roots = trust_anchors::parse(Path::new("ROOTCA"), roots, now).map_err(Error::General)?;
-    let (store, provider) = (&roots.store, Arc::new(default_provider()));
+    let roots = trust_anchors::parse(Path::new("ROOTCA"), roots, now)
+        .map_err(|error| Error::General(error.to_string()))?;
+    let store = &roots.store;
+    let provider = Arc::new(default_provider());
     let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH);
     let now = UnixTime::since_unix_epoch(since_epoch.unwrap_or_default());
     let algorithms = provider.signature_verification_algorithms.all;
-    let built = WebPkiClientVerifier::builder_with_provider(store.clone(), provider).build();
-    let verifier = built.map_err(|error| Error::General(error.to_string()))?;
+    let verifier = WebPkiClientVerifier::builder_with_provider(store.clone(), provider)
+        .build()
+        .map_err(|error| Error::General(error.to_string()))?;
     let verdict = verifier.verify_client_cert(leaf, others, now).map(drop);
     roots.review(verdict, leaf, others, |usage| usage.client_auth)?;
     let parsed = ParsedCertificate::try_from(leaf)?;

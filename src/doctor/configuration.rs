@@ -17,8 +17,7 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
     let consequence = "the agent cannot request certificates, unless another process serves them";
     let mut checks = checks_of(Level::Warning, &config.warnings);
     for problem in &config.authority_problems {
-        let warning = problem.clone().consequence(consequence);
-        checks.push(Check::with_level(Level::Warning, &warning));
+        checks.push(Check::with_level(Level::Warning, &problem.clone().consequence(consequence)));
     }
     checks.extend(foreign_address(config));
     if checks.is_empty() {
@@ -26,25 +25,28 @@ pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
     }
     checks.extend(logging::levels().silent().as_ref().map(Check::from));
     if !config.ignored.is_empty() {
-        let without_effect = config.ignored.join(", ");
-        checks.push(Check::ok("settings without effect", without_effect));
+        checks.push(Check::ok("settings without effect", config.ignored.join(", ")));
     }
     checks
 }
 
 /// Checks that the address by which istiod knows a captured pod, `INSTANCE_IP`, belongs to the pod.
 fn foreign_address(config: &Config) -> Option<Check> {
-    let address = config.bootstrap.node.addresses.first().filter(|_| is_captured(config))?;
+    let address = config.bootstrap.node.addresses.first()?;
+    if !is_captured(config) {
+        return None;
+    }
     let error = UdpSocket::bind((*address, 0)).err()?;
-    let (code, found) = (codes::INTERFACE_UNKNOWN, format!("{address} is on no interface"));
-    let problem = Problem::new(code, "INSTANCE_IP", found)
+    if error.kind() != io::ErrorKind::AddrNotAvailable {
+        return None;
+    }
+    let found = format!("{address} is on no interface");
+    let problem = Problem::new(codes::INTERFACE_UNKNOWN, "INSTANCE_IP", found)
         .consequence("istiod and peers expect the pod at an address that it does not have")
         .remedy("set INSTANCE_IP to the pod's address (`fieldPath: status.podIP`)");
-    let is_foreign = error.kind() == io::ErrorKind::AddrNotAvailable;
-    is_foreign.then(|| Check::with_level(Level::Warning, &problem))
+    Some(Check::with_level(Level::Warning, &problem))
 }
 
 fn checks_of(level: Level, problems: &[Problem]) -> Vec<Check> {
-    let checks = problems.iter().map(|it| Check::with_level(level, it));
-    checks.collect()
+    problems.iter().map(|it| Check::with_level(level, it)).collect()
 }

@@ -59,24 +59,22 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
     if checks.is_empty() {
         let count = resolv_conf.nameservers.len();
         let search = resolv_conf.search.join(" ");
-        let found = format!("{count} resolvers, search domains: {search}");
-        checks.push(Check::ok(name, found));
+        checks.push(Check::ok(name, format!("{count} resolvers, search domains: {search}")));
     }
     // Resolvers of a cluster answer in its domains without querying other resolvers.
     let domain = resolv_conf.search.first().map_or("", String::as_str);
-    let servers = resolv_conf.nameservers.iter();
-    let probes = servers.map(|server| forwarder.probe(*server, domain));
+    let probes = resolv_conf.nameservers.iter().map(|server| forwarder.probe(*server, domain));
     let answers = join_all(probes).await;
     let has_any = answers.iter().any(is_answer);
-    let answers_by_server = resolv_conf.nameservers.iter().zip(answers);
-    checks.extend(answers_by_server.map(|(server, answer)| resolver(*server, answer, has_any)));
+    for (server, answer) in resolv_conf.nameservers.iter().zip(answers) {
+        checks.push(resolver(*server, answer, has_any));
+    }
     checks
 }
 
 /// Returns true if a resolver answers, also with a refusal.
 fn is_answer(answer: &Result<&'static str, Problem>) -> bool {
-    let refuses = |problem: &Problem| problem.code == codes::DNS_RESOLVER_REFUSES;
-    answer.as_ref().err().is_none_or(refuses)
+    answer.as_ref().err().is_none_or(|problem| problem.code == codes::DNS_RESOLVER_REFUSES)
 }
 
 /// Checks the answer of a resolver. A failure is a warning if another resolver answers, because the agent queries the

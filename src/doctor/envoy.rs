@@ -14,6 +14,8 @@ use crate::net::port;
 use crate::net::unix_socket;
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
+use crate::xds::observe::Snapshot;
+use serde_json::Value;
 
 const ADMIN: &str = "admin port";
 /// The time after which an Envoy must have opened its admin port, also on a busy machine.
@@ -25,8 +27,7 @@ const COUNTERS: &str =
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let Some(envoy) = &subject.config.envoy else {
-        let why = "the agent runs none (DISABLE_ENVOY)";
-        return vec![Check::skipped("Envoy", why)];
+        return vec![Check::skipped("Envoy", "the agent runs none (DISABLE_ENVOY)")];
     };
     let handle = subject.running.and_then(|running| running.envoy.as_ref());
     let admin = envoy.admin.within(PROBE_LIMIT);
@@ -46,28 +47,17 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         inspect::strict_ports(&admin),
     );
     if let Some(seen) = subject.running.map(|it| it.discovery.snapshot()) {
-        checks.extend(seen.rejections().iter().map(Check::from));
-        let missing = seen.missing_listeners(capture::is_captured(subject.config));
-        checks.extend(missing.iter().map(Check::from));
-        let stalled = seen.stream.as_ref().and_then(|it| it.problem.as_ref());
-        checks.extend(stalled.map(|problem| Check::with_level(Level::Warning, problem)));
-        if let Some(on_demand) = &seen.on_demand {
-            for problem in on_demand.problems() {
-                checks.push(Check::with_level(Level::Warning, &problem));
-            }
-            checks.push(Check::ok("clusters on demand", on_demand.summary()));
-        }
+        checks.extend(accepted(&seen, capture::is_captured(subject.config)));
     }
     match server {
         Ok(server) => {
-            let text = |name| server[name].as_str().unwrap_or("unknown");
+            let state = text(&server, "state");
             // The text is commit, version, status, kind and TLS library.
-            let version = text("version").split('/').nth(1).unwrap_or("unknown");
-            let found = format!("{}: {}, version {version}", admin.address, text("state"));
+            let version = text(&server, "version").split('/').nth(1).unwrap_or("unknown");
+            let found = format!("{}: {state}, version {version}", admin.address);
             let counters = admin.text(COUNTERS).await.unwrap_or_default();
             if let Some(report) = &report {
-                let stopped = count(&counters, "listener_manager.listener_stopped");
-                checks.extend(drained(stopped, text("state"), report).iter().map(Check::from));
+                checks.extend(drained(&counters, state, report).iter().map(Check::from));
             }
             checks.extend(unknown_members(&counters).iter().map(Check::from));
             checks.extend(waits.iter().map(Check::from).chain(endpoints));
@@ -84,7 +74,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         }
         Err(why) => {
             let is_closed = !admin.address.is_taken().await;
-            let taken = subject.running.and_then(taken_by_successor).filter(|_| is_closed);
+            let taken = if is_closed { subject.running.and_then(taken_by_successor) } else { None };
             checks.push(match taken {
                 Some(taken) => taken,
                 None if is_closed && report.is_some_and(has_just_started) => {
@@ -97,6 +87,26 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     checks
 }
 
+/// Reports what Envoy has not accepted of its configuration.
+fn accepted(seen: &Snapshot, is_captured: bool) -> Vec<Check> {
+    let mut checks: Vec<_> = seen.rejections().iter().map(Check::from).collect();
+    checks.extend(seen.missing_listeners(is_captured).iter().map(Check::from));
+    if let Some(problem) = seen.stream.as_ref().and_then(|stream| stream.problem.as_ref()) {
+        checks.push(Check::with_level(Level::Warning, problem));
+    }
+    if let Some(on_demand) = &seen.on_demand {
+        for problem in on_demand.problems() {
+            checks.push(Check::with_level(Level::Warning, &problem));
+        }
+        checks.push(Check::ok("clusters on demand", on_demand.summary()));
+    }
+    checks
+}
+
+fn text<'a>(server: &'a Value, name: &str) -> &'a str {
+    server[name].as_str().unwrap_or("unknown")
+}
+
 /// Returns true within [`START_LIMIT`] of Envoy's start.
 fn has_just_started(report: Report) -> bool {
     let age = report.started.and_then(|started| started.elapsed().ok());
@@ -105,8 +115,9 @@ fn has_just_started(report: Report) -> bool {
 
 /// Returns a counter of a page of Envoy's statistics.
 fn count(page: &str, name: &str) -> u64 {
-    let mut lines = page.lines().filter_map(|line| line.split_once(": "));
-    lines.find(|line| line.0 == name).and_then(|line| line.1.parse().ok()).unwrap_or(0)
+    page.lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(": ")?.parse().ok())
+        .unwrap_or(0)
 }
 
 /// Reports members of the bootstrap that Envoy ignores.
@@ -117,9 +128,10 @@ fn unknown_members(counters: &str) -> Option<Problem> {
 }
 
 /// Reports an Envoy that another process has drained.
-fn drained(stopped: u64, state: &str, report: &Report) -> Option<Problem> {
+fn drained(counters: &str, state: &str, report: &Report) -> Option<Problem> {
     // After a hot restart, Envoy adds the counts of the former Envoy.
-    let is_stopped = stopped > 0 && report.restart_epoch() == 0;
+    let is_stopped =
+        count(counters, "listener_manager.listener_stopped") > 0 && report.restart_epoch() == 0;
     let found = match state {
         _ if report.problem().is_some() || report.is_drained => return None,
         "DRAINING" => "its health check was failed (`POST /healthcheck/fail`), not by the agent",
@@ -152,18 +164,20 @@ fn process(report: &Report) -> Vec<Check> {
     if let Some(problem) = report.problem() {
         return vec![Check::from(&problem)];
     }
-    let (pid, epoch) = (report.pid.unwrap_or_default(), report.epoch);
+    let pid = report.pid.unwrap_or_default();
     let memory = report.rss_bytes.unwrap_or_default() >> 20;
-    let found = format!("pid {pid}, epoch {epoch}, {memory} MiB in memory");
-    let crash = report.last_crash.as_ref().map(Crash::problem);
+    let found = format!("pid {pid}, epoch {}, {memory} MiB in memory", report.epoch);
     let mut checks = vec![Check::ok("process", found)];
-    checks.extend(crash.map(|crash| Check::with_level(Level::Warning, &crash)));
+    if let Some(crash) = &report.last_crash {
+        checks.push(Check::with_level(Level::Warning, &crash.problem()));
+    }
     checks
 }
 
 /// Checks the preconditions of a start, and reports the last crash, if no agent runs Envoy.
 async fn preconditions(config: &config::Config, envoy: &Config) -> Vec<Check> {
-    let (config, envoy) = (config.clone(), envoy.clone());
+    let config = config.clone();
+    let envoy = envoy.clone();
     match run_blocking(move || obstacles(&config, &envoy)).await {
         Ok(found) => found.iter().map(Check::from).collect(),
         Err(late) => vec![super::late("start of Envoy", late)],
@@ -171,8 +185,10 @@ async fn preconditions(config: &config::Config, envoy: &Config) -> Vec<Check> {
 }
 
 fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
-    let crash = Crash::read(&envoy.directory).map(|crash| crash.map(|crash| crash.problem()));
-    let mut found = Vec::from_iter(crash.unwrap_or_else(Some));
+    let mut found = match Crash::read(&envoy.directory) {
+        Ok(crash) => Vec::from_iter(crash.map(|crash| crash.problem())),
+        Err(problem) => vec![problem],
+    };
     // An agent of another user may run and listen on the ports.
     if unix_socket::find_listener(&config.xds_socket).is_ok() {
         return found;
@@ -191,14 +207,13 @@ fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
         found.extend(holder.map(|holder| Problem::new(code, format!("port {port}"), holder)));
     }
     for address in config.dns.iter().flat_map(|dns| &dns.forwarder.listen_addresses) {
-        let bound = UdpSocket::bind(address).err();
-        let taken = bound.filter(|error| error.kind() == ErrorKind::AddrInUse);
+        let taken =
+            UdpSocket::bind(address).err().filter(|error| error.kind() == ErrorKind::AddrInUse);
         let holder = port::holder(address.port()).or(taken.map(|error| format!("UDP: {error}")));
         let subject = format!("port {}", address.port());
         found.extend(holder.map(|it| Problem::new(codes::DNS_PORT_TAKEN, subject, it)));
     }
-    let sockets = config.sds_socket.parent().unwrap_or(&envoy.directory);
-    for directory in [&*envoy.directory, sockets] {
+    for directory in [&*envoy.directory, config.sds_socket.parent().unwrap_or(&envoy.directory)] {
         if let Err(error) = permission::writable(directory) {
             found.push(permission::problem("write to it", directory, error));
         }

@@ -51,7 +51,7 @@ pub(super) async fn checks(
     let planes = std::iter::once(&config.istiod).chain(&config.istiod.fallbacks);
     let examining = planes.map(async |plane| {
         let is_used = in_use.is_none_or(|address| *address == *plane.address);
-        let credentials = (stream.is_none() || !is_used).then_some(credentials);
+        let credentials = if stream.is_none() || !is_used { Some(credentials) } else { None };
         let (checks, works) = examine(subject, plane, credentials, until).await;
         // A control plane that a running agent does not use does not replace a failed one.
         (checks, works && is_used)
@@ -63,8 +63,9 @@ pub(super) async fn checks(
     let mut checks: Vec<_> = planes.into_iter().flat_map(|(checks, _)| checks).collect();
     if works {
         // A failure is a warning if another control plane works.
-        let failed = checks.iter_mut().filter(|it| it.level == Level::Error);
-        failed.for_each(|check| check.level = Level::Warning);
+        for check in checks.iter_mut().filter(|it| it.level == Level::Error) {
+            check.level = Level::Warning;
+        }
     }
     // istiod without delta xDS answers the doctor's request, and rejects only Envoy's delta requests.
     if stream.is_none()
@@ -88,8 +89,8 @@ fn open_stream(subject: Subject<'_>) -> Option<Check> {
     if !stream.connected || stream.source != Source::Istiod {
         return None;
     }
-    let (address, types) = (running.istiod.address(), seen.types.len());
-    let found = format!("open to {address} since {}, {types} types", stream.since);
+    let address = running.istiod.address();
+    let found = format!("open to {address} since {}, {} types", stream.since, seen.types.len());
     Some(Check::ok("discovery stream", found))
 }
 
@@ -101,8 +102,7 @@ async fn examine(
     credentials: Option<&Credentials>,
     until: Instant,
 ) -> (Vec<Check>, bool) {
-    let left = until.saturating_duration_since(Instant::now());
-    let probe = match open_probe(config, left).await {
+    let probe = match open_probe(config, until.saturating_duration_since(Instant::now())).await {
         Ok(probe) => probe,
         Err(problem) => return (vec![Check::from(&problem)], false),
     };
@@ -111,8 +111,7 @@ async fn examine(
         return (checks, false);
     };
     let check = if credentials.checks.iter().any(|it| it.level == Level::Error) {
-        let why = "not sent: istiod would refuse the token";
-        Check::skipped("discovery request", why)
+        Check::skipped("discovery request", "not sent: istiod would refuse the token")
     } else {
         ask(subject, config, probe, credentials, until).await
     };
@@ -130,8 +129,7 @@ fn connected(config: &Config, probe: &Probe) -> Check {
     };
     let version = tls.version.as_deref().unwrap_or("TLS");
     let found = format!("{}, {version} as {}", about.peer, expected.server_name);
-    let certificate = tls.peer_certificate.as_ref();
-    let Some(facts) = certificate.and_then(|der| Facts::read(der).ok()) else {
+    let Some(facts) = tls.peer_certificate.as_ref().and_then(|der| Facts::read(der).ok()) else {
         return Check::ok(name, found);
     };
     let mut check = facts.validity(&name, SystemTime::now());
@@ -159,35 +157,34 @@ async fn ask(
     let service = probe.connection.clone().service();
     let mut client = AggregatedDiscoveryServiceClient::with_origin(service, config.uri("/"));
     let answer = async {
-        let responses = client.stream_aggregated_resources(call).await?;
-        let response = responses.into_inner().message().await?;
-        response.ok_or_else(|| Status::ok("the stream ended without an answer"))
+        let mut responses = client.stream_aggregated_resources(call).await?.into_inner();
+        responses.message().await?.ok_or_else(|| Status::ok("the stream ended without an answer"))
     };
     let answer = timeout_at(until, answer).await.unwrap_or_else(|_| {
-        let late = format!("no answer within {}", rounded(PROBE_LIMIT));
-        Err(Status::deadline_exceeded(late))
+        Err(Status::deadline_exceeded(format!("no answer within {}", rounded(PROBE_LIMIT))))
     });
-    let (token, code) = (&credentials.token, codes::ISTIOD_ERROR);
-    let found = answer
-        .map(|response| format!("answered, version {:?}", response.version_info))
-        .map_err(|status| refusal::explain(config, token, code, &status));
+    let found =
+        answer.map(|response| format!("answered, version {:?}", response.version_info)).map_err(
+            |status| refusal::explain(config, &credentials.token, codes::ISTIOD_ERROR, &status),
+        );
     checked(format!("discovery request to {}", config.subject()), found)
 }
 
 fn request(node: &Node) -> DiscoveryRequest {
-    let field = |name: &str| {
-        let text = node.metadata.get(name)?.as_str()?;
-        let kind = Some(Kind::StringValue(text.to_owned()));
-        Some((name.to_owned(), Value { kind }))
-    };
+    let members = METADATA.into_iter().filter_map(|name| member(node, name));
     DiscoveryRequest {
         node: Some(EnvoyNode {
             id: node.id.clone(),
-            metadata: Some(Struct { fields: METADATA.into_iter().filter_map(field).collect() }),
+            metadata: Some(Struct { fields: members.collect() }),
             ..Default::default()
         }),
         type_url: ENDPOINTS.to_owned(),
         resource_names: vec![NO_CLUSTER.to_owned()],
         ..Default::default()
     }
+}
+
+fn member(node: &Node, name: &str) -> Option<(String, Value)> {
+    let text = node.metadata.get(name)?.as_str()?.to_owned();
+    Some((name.to_owned(), Value { kind: Some(Kind::StringValue(text)) }))
 }

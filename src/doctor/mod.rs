@@ -120,12 +120,13 @@ pub fn check_settings(config: &Result<Config, Vec<Problem>>, before: Vec<Check>)
 
 fn missing_modules(subject: Subject<'_>) -> Vec<Check> {
     let wasm = subject.running.and_then(|running| running.wasm.as_ref());
-    let missing = wasm.into_iter().flat_map(Wasm::missing_modules);
-    let checks = missing.map(|(passes, problem)| {
-        let level = if passes { Level::Warning } else { Level::Error };
-        Check::with_level(level, &problem)
-    });
-    checks.collect()
+    wasm.into_iter()
+        .flat_map(Wasm::missing_modules)
+        .map(|(passes, problem)| {
+            let level = if passes { Level::Warning } else { Level::Error };
+            Check::with_level(level, &problem)
+        })
+        .collect()
 }
 
 /// Checks token and roots, and then istiod with them.
@@ -147,8 +148,7 @@ async fn run_blocking<T: Send + 'static>(
 pub async fn get(url: &str, limit: Duration) -> Result<Response<Bytes>, http_client::Error> {
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = http_url(url)?;
-    let client = Client::default();
-    client.fetch(request, limit, MAX_BODY).await
+    Client::default().fetch(request, limit, MAX_BODY).await
 }
 
 /// Returns the problem of a request to this pod that had no local port to connect from.
@@ -165,8 +165,7 @@ pub fn used_up_ports(error: &http_client::Error) -> Option<Problem> {
 /// Makes the checks of a group within [`LIMIT`].
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
     let made = tokio::time::timeout(LIMIT, checks).await;
-    let checks = made.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]);
-    Group::new(name, checks)
+    Group::new(name, made.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]))
 }
 
 /// Reports what a check found: a passed check, or its problem.

@@ -11,9 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use futures_util::future::join_all;
-use rustls::client::danger::ServerCertVerifier;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::sign::SingleCertAndKey;
+use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, Error, InvalidMessage};
 use serde_json::Value;
 use tokio::io::AsyncReadExt;
@@ -21,22 +19,17 @@ use tokio::net::TcpStream;
 use tokio::time::{timeout, timeout_at};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use zeroize::Zeroizing;
 
 use super::{PROBE_LIMIT, Subject, late};
-use crate::envoy::admin::Admin;
+use crate::envoy::admin::{self, Admin};
 use crate::envoy::inspect::{self, FailingEndpoint};
 use crate::istiod::tls;
-use crate::net::unverified_tls;
 use crate::problem::{Code, Problem, codes};
 use crate::report::{Check, Level};
 use crate::runtime::clock::{after, rfc3339};
 use crate::secrets::name::Name;
 use crate::secrets::{Facts, Secret, Subscription};
-use crate::trust::chain_verifier::OneOf;
-use crate::trust::compliance::Policy;
-use crate::trust::key_pair::certified;
-use crate::trust::{pem, trust_anchors};
+use crate::trust::{key_pair, tls_client, trust_anchors};
 
 /// The limit of a connection attempt, and of a handshake. They leave time for other checks within the doctor's limit.
 const DIAL_LIMIT: Duration = Duration::from_millis(700);
@@ -52,6 +45,29 @@ enum Transport {
     Tls(Tls),
     /// The agent cannot connect in this way.
     Other(String),
+}
+
+/// Why a handshake is not checked.
+#[derive(Debug, thiserror::Error)]
+enum Unchecked {
+    #[error("{0}")]
+    Clusters(String),
+    #[error("Envoy does not have the cluster any more")]
+    NoCluster,
+    #[error("transport socket {0}")]
+    Transport(String),
+    #[error("only the running agent has the key")]
+    NotRunning,
+    #[error("another process serves the key")]
+    ServedByOther,
+    #[error("the agent does not have the secret {0}")]
+    NoSecret(String),
+    #[error(transparent)]
+    Roots(#[from] trust_anchors::Error),
+    #[error(transparent)]
+    Pair(#[from] key_pair::Unusable),
+    #[error(transparent)]
+    Tls(#[from] Error),
 }
 
 /// The part of Envoy's `UpstreamTlsContext` that a handshake depends on.
@@ -82,9 +98,10 @@ pub(super) async fn checks(subject: Subject<'_>, admin: &Admin) -> Vec<Check> {
         let dials = join_all(endpoints.failing.iter().map(|it| dial(&it.address)));
         let (clusters, dials) = tokio::join!(inspect::clusters(admin, &names), dials);
         let examined = endpoints.failing.iter().zip(dials).map(async |(endpoint, dialed)| {
-            let examined = examine(subject, endpoint, dialed, &clusters);
-            let why = "no answer in time";
-            timeout_at(until, examined).await.unwrap_or_else(|_| late(&endpoint.cluster, why))
+            match timeout_at(until, examine(subject, endpoint, dialed, &clusters)).await {
+                Ok(check) => check,
+                Err(_) => late(&endpoint.cluster, "no answer in time"),
+            }
         });
         checks = join_all(examined).await;
     }
@@ -101,8 +118,8 @@ pub(super) async fn checks(subject: Subject<'_>, admin: &Admin) -> Vec<Check> {
         ),
     ] {
         if !names.is_empty() {
-            let names = Vec::from_iter(names).join(", ");
-            checks.push(Check::from(&Problem::new(code, subject, names)));
+            let names = Vec::from_iter(names);
+            checks.push(Check::from(&Problem::new(code, subject, names.join(", "))));
         }
     }
     checks
@@ -118,7 +135,7 @@ async fn examine(
     subject: Subject<'_>,
     endpoint: &FailingEndpoint,
     dialed: io::Result<TcpStream>,
-    clusters: &Result<[Value; 2], String>,
+    clusters: &Result<[Value; 2], admin::Error>,
 ) -> Check {
     let FailingEndpoint { cluster, address, .. } = endpoint;
     let stream = match dialed {
@@ -134,22 +151,12 @@ async fn examine(
             return Check::from(&Problem::new(code, cluster, found));
         }
     };
-    let unchecked = |why: &str| {
-        Check::skipped(cluster, format!("{address}: the handshake was not checked: {why}"))
-    };
-    let transport = match clusters {
-        Ok(clusters) => transport(clusters, cluster, address),
-        Err(why) => return unchecked(why),
-    };
-    let fault = match transport {
-        None => return unchecked("Envoy does not have the cluster any more"),
-        Some(Transport::Other(name)) => return unchecked(&format!("transport socket {name}")),
-        Some(Transport::PlainText) if endpoint.requests_fail() => plain_text(stream).await,
-        Some(Transport::PlainText) => None,
-        Some(Transport::Tls(tls)) => match client(subject, &tls) {
-            Err(why) => return unchecked(&why),
-            Ok(client) => handshake(stream, &tls, client).await,
-        },
+    let fault = match fault(subject, endpoint, stream, clusters).await {
+        Ok(fault) => fault,
+        Err(why) => {
+            let found = format!("{address}: the handshake was not checked: {why}");
+            return Check::skipped(cluster, found);
+        }
     };
     match fault {
         Some((code, found)) => {
@@ -159,19 +166,40 @@ async fn examine(
     }
 }
 
+/// Finds out why the peer does not answer a connection like Envoy's.
+async fn fault(
+    subject: Subject<'_>,
+    endpoint: &FailingEndpoint,
+    stream: TcpStream,
+    clusters: &Result<[Value; 2], admin::Error>,
+) -> Result<Option<Fault>, Unchecked> {
+    let clusters = clusters.as_ref().map_err(|error| Unchecked::Clusters(error.to_string()))?;
+    match transport(clusters, &endpoint.cluster, &endpoint.address).ok_or(Unchecked::NoCluster)? {
+        Transport::PlainText if endpoint.requests_fail() => Ok(plain_text(stream).await),
+        Transport::PlainText => Ok(None),
+        Transport::Tls(tls) => Ok(handshake(stream, &tls, client(subject, &tls)?).await),
+        Transport::Other(name) => Err(Unchecked::Transport(name)),
+    }
+}
+
 /// Reports the requests that fail at an endpoint whose connections work.
 fn requests(endpoint: &FailingEndpoint) -> Check {
-    let FailingEndpoint { cluster, address, failed_requests: failed, .. } = endpoint;
+    let FailingEndpoint {
+        cluster,
+        address,
+        failed_requests: failed,
+        late_requests: late,
+        successful_requests: good,
+        ..
+    } = endpoint;
     if !endpoint.requests_fail() {
         return Check::ok(cluster, format!("{address}: connections work again"));
     }
-    let (late, good) = (endpoint.late_requests, endpoint.successful_requests);
     let found = format!(
         "{address}: since Envoy's start {failed} requests failed ({late} of them without an answer in time), \
          {good} did not; connections work"
     );
-    let is_warning = *failed >= MANY_REQUESTS && good == 0;
-    let level = if is_warning { Level::Warning } else { Level::Ok };
+    let level = if *failed >= MANY_REQUESTS && *good == 0 { Level::Warning } else { Level::Ok };
     Check::with_level(level, &Problem::new(codes::REQUESTS_FAIL, cluster, found))
 }
 
@@ -220,6 +248,10 @@ fn is_at(socket: &Value, address: &str) -> bool {
 }
 
 impl Tls {
+    fn alpn(&self) -> Vec<Vec<u8>> {
+        self.alpn.iter().map(|name| name.clone().into_bytes()).collect()
+    }
+
     fn read(context: &Value, cluster: &Value) -> Self {
         let common = &context["common_tls_context"];
         let combined = &common["combined_validation_context"];
@@ -238,7 +270,6 @@ impl Tls {
             }
             None => "",
         };
-        let text = |value: &Value| value.as_str().map(str::to_owned);
         Self {
             sni: sni.to_owned(),
             alpn: inspect::entries(common, "alpn_protocols").filter_map(text).collect(),
@@ -248,9 +279,9 @@ impl Tls {
             names: names
                 .into_iter()
                 .flat_map(|context| {
-                    let typed = inspect::entries(context, "match_typed_subject_alt_names");
-                    let untyped = inspect::entries(context, "match_subject_alt_names");
-                    typed.map(|name| &name["matcher"]).chain(untyped)
+                    inspect::entries(context, "match_typed_subject_alt_names")
+                        .map(|name| &name["matcher"])
+                        .chain(inspect::entries(context, "match_subject_alt_names"))
                 })
                 // istiod sends only exact names. Others are not checked.
                 .filter_map(|matcher| text(&matcher["exact"]))
@@ -259,40 +290,39 @@ impl Tls {
     }
 }
 
+fn text(value: &Value) -> Option<String> {
+    value.as_str().map(str::to_owned)
+}
+
 /// Prepares a handshake with the secrets that Envoy has from the agent.
-fn client(subject: Subject<'_>, tls: &Tls) -> Result<ClientConfig, String> {
-    let running = subject.running.ok_or("only the running agent has the key")?;
+fn client(subject: Subject<'_>, tls: &Tls) -> Result<ClientConfig, Unchecked> {
+    let running = subject.running.ok_or(Unchecked::NotRunning)?;
     if !running.serves_secrets {
-        return Err("another process serves the key".to_owned());
+        return Err(Unchecked::ServedByOther);
     }
     let secrets = Subscription::new(running.secrets.clone(), &running.files);
-    let secret = |name: &str| {
-        let known = name.parse::<Name>().ok().and_then(|name| secrets.get(&name).available());
-        known.ok_or_else(|| format!("the agent does not have the secret {name}"))
-    };
-    let verifier: Arc<dyn ServerCertVerifier> =
-        match tls.roots.as_deref().map(secret).transpose()? {
-            Some(Secret::Roots(roots)) => {
-                let path = Path::new(tls.roots.as_deref().unwrap_or_default());
-                let roots = trust_anchors::parse(path, roots.pem(), SystemTime::now())?;
-                Arc::new(OneOf { roots, names: tls.names.clone() })
-            }
-            _ => unverified_tls::verifier(),
-        };
-    let builder = Policy::None.builder().map_err(|error| error.to_string())?;
-    let builder = builder.dangerous().with_custom_certificate_verifier(verifier);
-    let mut config = match tls.certificate.as_deref().map(secret).transpose()? {
-        Some(Secret::Certificate(pair)) => {
-            let chain = pem::items::<CertificateDer>(pair.chain_pem()).flatten().collect();
-            let key =
-                pem::first::<PrivateKeyDer>(pair.key_pem()).map_err(|error| error.to_string())?;
-            let pair = certified(chain, &Zeroizing::new(key)).map_err(|error| error.to_string())?;
-            builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(pair)))
+    let roots = match secret(&secrets, tls.roots.as_deref())? {
+        Some(Secret::Roots(roots)) => {
+            let path = Path::new(tls.roots.as_deref().unwrap_or_default());
+            Some(trust_anchors::parse(path, roots.pem(), SystemTime::now())?)
         }
-        _ => builder.with_no_client_auth(),
+        _ => None,
     };
-    config.alpn_protocols = tls.alpn.iter().map(|name| name.clone().into_bytes()).collect();
-    Ok(config)
+    let pair = match secret(&secrets, tls.certificate.as_deref())? {
+        Some(Secret::Certificate(pair)) => {
+            Some(key_pair::from_pem(pair.chain_pem(), pair.key_pem())?)
+        }
+        _ => None,
+    };
+    Ok(tls_client::config(roots, tls.names.clone(), pair, tls.alpn())?)
+}
+
+fn secret(secrets: &Subscription, name: Option<&str>) -> Result<Option<Secret>, Unchecked> {
+    let Some(name) = name else {
+        return Ok(None);
+    };
+    let known = name.parse::<Name>().ok().and_then(|name| secrets.get(&name).available());
+    known.map(Some).ok_or_else(|| Unchecked::NoSecret(name.to_owned()))
 }
 
 /// Makes the handshake. Returns what is wrong with it.
@@ -367,10 +397,7 @@ async fn failed(error: &io::Error, peer: Option<SocketAddr>, tls: &Tls) -> Fault
 /// Returns the certificate that the peer presents to a client without one, whatever it is.
 async fn presented(address: SocketAddr, tls: &Tls) -> Option<Facts> {
     let stream = dial(&address.to_string()).await.ok()?;
-    let builder = Policy::None.builder().ok()?.dangerous();
-    let mut client =
-        builder.with_custom_certificate_verifier(unverified_tls::verifier()).with_no_client_auth();
-    client.alpn_protocols = tls.alpn.iter().map(|name| name.clone().into_bytes()).collect();
+    let client = tls_client::config(None, Vec::new(), None, tls.alpn()).ok()?;
     peer(&connect(stream, &tls.sni, client).await.ok()?)
 }
 

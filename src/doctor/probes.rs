@@ -24,8 +24,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 /// Reports the path that the kubelet has asked for several times, and that no prober has.
 fn unknown() -> Option<Check> {
-    let mut logged = RECENT.entries().into_iter();
-    let entry = logged.find(|it| it.code == codes::PROBE_UNKNOWN.name && it.times > 2)?;
+    let entry = RECENT
+        .entries()
+        .into_iter()
+        .find(|it| it.code == codes::PROBE_UNKNOWN.name && it.times > 2)?;
     let (text, _) = entry.message.split_once(';')?;
     let found = format!("{text}; {} times, last at {}", entry.times, entry.last);
     Some(Check::from(&Problem::new(codes::PROBE_UNKNOWN, "application probes", found)))
@@ -63,13 +65,14 @@ fn unready(found: String) -> Problem {
 /// Requests readiness at a port. Returns the answer, as a problem if it is not ready.
 async fn ready(host: IpAddr, port: u16) -> Result<String, Problem> {
     let url = format!("http://{}/healthz/ready", SocketAddr::new(host, port));
-    let fetched = get(&url, PROBE_LIMIT).await;
-    let failed = |error| used_up_ports(&error).unwrap_or_else(|| unready(with_causes(&error)));
-    let answer = fetched.map_err(failed)?;
-    let (status, reason) = (answer.status(), String::from_utf8_lossy(answer.body()));
+    let answer = get(&url, PROBE_LIMIT)
+        .await
+        .map_err(|error| used_up_ports(&error).unwrap_or_else(|| unready(with_causes(&error))))?;
+    let status = answer.status();
     if status.is_success() {
         return Ok(format!("port {port}: ready"));
     }
+    let reason = String::from_utf8_lossy(answer.body());
     Err(unready(format!("port {port}: {status} {}", reason.trim())))
 }
 
@@ -84,10 +87,10 @@ async fn application(config: &Config) -> Vec<Check> {
             Err(error) => return vec![Check::skipped("application probes", with_causes(&error))],
         };
     let probes = status.probers.probes().map(|(path, prober)| {
-        let (client, mut headers) = (&client, prober.headers.clone());
+        let client = &client;
+        let mut headers = prober.headers.clone();
         headers.entry(header::USER_AGENT).or_insert(USER_AGENT);
-        let probe = prober.probe(&status.application_host);
-        async move { probed(client, path, &probe, &headers).await }
+        async move { probed(client, path, &prober.probe(&status.application_host), &headers).await }
     });
     join_all(probes).await
 }

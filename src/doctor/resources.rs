@@ -50,13 +50,12 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 /// Reads what can be read and has a limit: the code if it is used up, the resource, and how much is in use.
 fn usages(root: &Path, envoy: Option<i32>) -> Vec<(&'static Code, &'static str, Usage)> {
-    let mebibytes = |usage: Usage| Usage { used: usage.used >> 20, limit: usage.limit >> 20 };
     let files = envoy.and_then(|pid| usage::open_files(root, pid));
     [
         (
             codes::MEMORY_USED_UP,
             "memory of the container in MiB",
-            usage::memory(root).map(mebibytes),
+            usage::memory(root).map(in_mebibytes),
         ),
         (codes::TASKS_USED_UP, "processes and threads of the container", usage::tasks(root)),
         (codes::FILES_USED_UP, "open files of Envoy", files),
@@ -65,6 +64,10 @@ fn usages(root: &Path, envoy: Option<i32>) -> Vec<(&'static Code, &'static str, 
     .into_iter()
     .filter_map(|(code, what, usage)| Some((code, what, usage?)))
     .collect()
+}
+
+fn in_mebibytes(usage: Usage) -> Usage {
+    Usage { used: usage.used >> 20, limit: usage.limit >> 20 }
 }
 
 /// Lists directories whose volume has neither space nor room for another file.

@@ -16,7 +16,7 @@ use crate::secrets::name::Name;
 use crate::secrets::{Facts, Secret, SecretState, Secrets, Subscription, WORKLOAD, output};
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let (config, running) = (subject.config, subject.running);
+    let Subject { config, running } = subject;
     let served = running.map(|running| Subscription::new(running.secrets.clone(), &running.files));
     let authority = running.and_then(|running| running.secrets.as_ref());
     let ([certificate, roots], mut checks) = workload_secrets(subject, served.as_ref()).await;
@@ -28,8 +28,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let mut pem = Bytes::new();
     if let Some(Secret::Certificate(certificate)) = &certificate {
         pem = certificate.chain_pem().clone();
-        let clock_problem = authority.and_then(|_| certificate.clock_problem(now));
-        checks.push(match &clock_problem {
+        checks.push(match &authority.and_then(|_| certificate.clock_problem(now)) {
             Some(problem) => Check::from(problem),
             None => chain(WORKLOAD, &pem, roots.as_deref(), now),
         });
@@ -41,9 +40,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.push(Check::skipped(WORKLOAD, why));
     }
     let roots = Facts::of_pem(roots.as_deref().unwrap_or_default());
-    let mut reported = checks.iter().map(|check| check.code.as_str());
-    let is_reported = reported.any(|code| code == codes::ROOTS_EXPIRED.name);
-    if let Some(latest) = latest(&roots, now).filter(|_| !is_reported) {
+    let are_expired = checks.iter().any(|check| check.code == codes::ROOTS_EXPIRED.name);
+    if !are_expired && let Some(latest) = latest(&roots, now) {
         let mut check = latest.validity(ROOTS, now);
         check.found = format!("{} in use; {}", roots.len(), check.found);
         checks.push(check);
@@ -51,22 +49,24 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     if running.is_none_or(|running| running.serves_secrets) {
         let crl = config.secret_sources.options.crl.clone();
         let output = config.secrets.output.clone();
-        let files = move || {
-            let denied = |output: output::Config| {
-                let error = access(&output.directory, Access::WRITE_OK).err()?;
-                Some(output::problem(&output, error.into()))
-            };
+        let problems = run_blocking(move || {
             let lists = crl.and_then(|path| revocation_problem(&path, &pem));
-            [lists, output.and_then(denied)]
-        };
-        let problems = run_blocking(files).await.into_iter().flatten().flatten();
-        checks.extend(problems.map(|problem| Check::from(&problem)));
+            [lists, output.and_then(unwritable)]
+        });
+        for problem in problems.await.into_iter().flatten().flatten() {
+            checks.push(Check::from(&problem));
+        }
     }
     if let Some(running) = running {
         checks.extend(running.rejections.lock().values().map(Check::from));
         checks.extend(other_secrets(&running.files, now));
     }
     checks
+}
+
+fn unwritable(output: output::Config) -> Option<Problem> {
+    let error = access(&output.directory, Access::WRITE_OK).err()?;
+    Some(output::problem(&output, error.into()))
 }
 
 /// Returns the workload's certificate and its roots: those that are served or, if no agent runs, those in the files.
@@ -81,9 +81,9 @@ async fn workload_secrets(
     let Some(files) = files.filter(|_| serves) else {
         return (secrets, Vec::new());
     };
-    let (is_only_source, path) = (files.is_only_source, files.chain.display().to_string());
-    let read = run_blocking(move || files.read()).await;
-    let read = read.unwrap_or_else(|late| {
+    let is_only_source = files.is_only_source;
+    let path = files.chain.display().to_string();
+    let read = run_blocking(move || files.read()).await.unwrap_or_else(|late| {
         let problem = Problem::new(codes::SECRET_FILE_UNREADABLE, path, late);
         [Err(problem.clone()), Err(problem)]
     });
@@ -116,14 +116,15 @@ fn renewal(secrets: &Secrets, is_served: bool) -> Check {
 
 /// Checks the other secrets from files that Envoy has requested.
 fn other_secrets(files: &Files, now: SystemTime) -> Vec<Check> {
-    let others = files.others().into_iter();
-    let checks = others.filter_map(|(name, state)| match state {
-        SecretState::Available(Secret::Certificate(pair)) => {
-            let name = format!("secret {name}");
-            Some(chain(&name, pair.chain_pem(), None, now))
+    let mut checks = Vec::new();
+    for (name, state) in files.others() {
+        match state {
+            SecretState::Available(Secret::Certificate(pair)) => {
+                checks.push(chain(&format!("secret {name}"), pair.chain_pem(), None, now));
+            }
+            SecretState::Unusable(problem) => checks.push(Check::from(&*problem)),
+            _ => {}
         }
-        SecretState::Unusable(problem) => Some(Check::from(&*problem)),
-        _ => None,
-    });
-    checks.collect()
+    }
+    checks
 }

@@ -43,8 +43,8 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 
 async fn inspect(path: &Path) -> io::Result<Listener> {
     let socket = path.to_owned();
-    let found = run_blocking(move || listener(&socket)).await;
-    let (pid, process) = found.map_err(io::Error::other)??;
+    let (pid, process) =
+        run_blocking(move || listener(&socket)).await.map_err(io::Error::other)??;
     Ok((pid, process, probe::health(path).await))
 }
 
@@ -58,12 +58,12 @@ fn listener(path: &Path) -> io::Result<(i32, String)> {
     // The kernel does not reveal a process of another container: its pid is 0.
     let pid = unix_socket::find_listener(path)?;
     let comm = regular_file::read_kernel(format!("/proc/{pid}/comm"));
-    let name = comm.unwrap_or_else(|_| "of another container".to_owned());
-    Ok((pid, name.trim().to_owned()))
+    Ok((pid, comm.unwrap_or_else(|_| "of another container".to_owned()).trim().to_owned()))
 }
 
 fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) -> Check {
-    let (path, own_pid) = (path.display(), std::process::id());
+    let path = path.display();
+    let own_pid = std::process::id();
     let absent = found.as_ref().err().and_then(|error| match error.kind() {
         io::ErrorKind::NotFound => Some("there is none"),
         io::ErrorKind::ConnectionRefused => Some("stale, no process listens"),

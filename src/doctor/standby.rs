@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use tokio::time::Instant;
-
 use super::Subject;
 use crate::envoy::handle::Envoy;
 use crate::problem::{Problem, codes};
@@ -30,7 +28,6 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
         let found = format!("no handover is possible, its Envoy runs without hot restart: {why}");
         return Check::from(&Problem::new(codes::HOT_RESTART_UNAVAILABLE, name, found));
     }
-    let is_late = |since: Instant| since.elapsed() > CONNECT_LIMIT;
     if let Some(other) = state.waits()
         && let Some(why) = &other.takeover_blocker
     {
@@ -51,9 +48,8 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
         };
         Check::ok(name, format!("container {} ({}) {state}", other.name, other.build))
     } else if state.has_parent {
-        let why = "the former Envoy in the other container finishes its connections";
-        Check::skipped(name, why)
-    } else if state.last_waiting_ended.is_some_and(is_late) {
+        Check::skipped(name, "the former Envoy in the other container finishes its connections")
+    } else if state.last_waiting_ended.is_some_and(|since| since.elapsed() > CONNECT_LIMIT) {
         let code = codes::STANDBY_ABSENT;
         Check::from(&Problem::new(code, name, code.cause))
     } else {

@@ -10,7 +10,7 @@ use crate::secrets::Secrets;
 type Known = Result<bool, Problem>;
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let (config, running) = (subject.config, subject.running);
+    let Subject { config, running } = subject;
     let certificate = config.secrets.renewal.cache.as_ref();
     let known = running.map(|running| {
         // Certificates of other processes and of files are not stored.
@@ -34,8 +34,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             stored
         }
     } else {
-        let why = "not stored with ISTIO_DELTA_XDS=false";
-        Check::skipped("stored configuration", why)
+        Check::skipped("stored configuration", "not stored with ISTIO_DELTA_XDS=false")
     });
     checks
 }
@@ -46,7 +45,8 @@ async fn check(content: Content, volume: Option<&Volume>, known: Option<Known>) 
     let Some(volume) = volume.cloned() else {
         return Check::skipped(name, format!("{} is empty", content.variable()));
     };
-    let (directory, is_default) = (volume.directory.display().to_string(), volume.is_default);
+    let directory = volume.directory.display().to_string();
+    let is_default = volume.is_default;
     match (run_blocking(move || volume.check(content)).await, known) {
         (Err(why), _) => Check::skipped(name, why),
         (Ok(Err(problem)), _) if is_default => {

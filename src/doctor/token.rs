@@ -55,21 +55,20 @@ async fn read_token(config: &Config) -> Credentials {
         Source::None => return credentials,
         Source::Mock => {
             credentials.authorization = Some(HeaderValue::from_static(token::MOCK));
-            let mock = "the one of CREDENTIAL_FETCHER_TYPE=Mock";
-            credentials.checks.push(Check::ok("token", mock));
+            credentials.checks.push(Check::ok("token", "the one of CREDENTIAL_FETCHER_TYPE=Mock"));
             return credentials;
         }
         Source::File(path) => path.clone(),
     };
     let file = path.clone();
-    let done = run_blocking(move || token::read(&file)).await;
-    let read = done.unwrap_or_else(|late| Err(token::problem(ISTIOD_TOKEN_MISSING, &path, late)));
+    let read = run_blocking(move || token::read(&file))
+        .await
+        .unwrap_or_else(|late| Err(token::problem(ISTIOD_TOKEN_MISSING, &path, late)));
     let (claims, problem) = match read {
         Ok(token) => {
             credentials.authorization = Some(token.header);
-            let claims = token.claims;
-            let expired = claims.as_ref().and_then(|claims| claims.expiry_problem(&path));
-            (claims, expired)
+            let expired = token.claims.as_ref().and_then(|it| it.expiry_problem(&path));
+            (token.claims, expired)
         }
         Err(problem) => (None, Some(problem)),
     };
@@ -97,15 +96,16 @@ fn valid(path: &Path, claims: &Claims) -> Check {
         return Check::ok("token", format!("{path}, without expiry"));
     };
     let validity = expiry.duration_since(SystemTime::now()).unwrap_or_default();
-    let (validity, at) = (rounded(validity), rfc3339(expiry));
-    Check::ok("token", format!("{path} expires in {validity}, at {at}"))
+    let validity = rounded(validity);
+    Check::ok("token", format!("{path} expires in {validity}, at {}", rfc3339(expiry)))
 }
 
 async fn check_roots(roots: Roots) -> Check {
     let blocking = roots.clone();
-    let read = run_blocking(move || trust_anchors::read(&blocking)).await;
-    let read = read.unwrap_or_else(|late| Err(trust_anchors::unusable(&roots, late)));
-    let count = read.map(|anchors| anchors.store.len());
-    let found = count.map(|count| format!("{roots}, usable certificates: {count}"));
+    let read = run_blocking(move || trust_anchors::read(&blocking))
+        .await
+        .unwrap_or_else(|late| Err(trust_anchors::unusable(&roots, late)));
+    let found = read.map(|it| format!("{roots}, usable certificates: {}", it.store.len()));
+
     checked("roots for istiod", found)
 }

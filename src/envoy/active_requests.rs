@@ -77,7 +77,8 @@ impl Counting {
     /// Counts in each period until none is left or Envoy has no count. Reports each count that has changed.
     pub(super) async fn until_none(self, admin: Admin, report: impl Fn(u64)) {
         let (name, path) = self.active.name_and_path();
-        let (mut failures, mut last) = (0, None);
+        let mut failures = 0;
+        let mut last = None;
         loop {
             match admin.call(Method::GET, path).await {
                 Err(error) => {
@@ -126,8 +127,7 @@ impl Counting {
     }
 
     fn requests(&self, statistics: &str) -> u64 {
-        let (mut requests, mut unsent) = (0_u64, 0_u64);
-        let (mut http_connections, mut connections) = (0_u64, 0_u64);
+        let [mut requests, mut unsent, mut http_connections, mut connections] = [0_u64; 4];
         for (scope, name, value) in gauges(statistics) {
             let total = match (scope.split_once('.'), name) {
                 (Some(("http", manager)), _) if !self.counts_manager(manager) => continue,
@@ -142,8 +142,7 @@ impl Counting {
             };
             *total = total.saturating_add(value);
         }
-        let active = requests.saturating_add(connections.saturating_sub(http_connections));
-        active.max(unsent.min(1))
+        requests.saturating_add(connections.saturating_sub(http_connections)).max(unsent.min(1))
     }
 
     fn counts_listener(&self, listener: &str) -> bool {
@@ -153,8 +152,8 @@ impl Counting {
 
     fn counts_manager(&self, manager: &str) -> bool {
         let name = manager.trim_end_matches(';');
-        let prefixes = [TUNNELS, "inbound", "Inbound"];
-        let is_inbound = prefixes.iter().any(|prefix| name.starts_with(prefix));
+        let is_inbound =
+            [TUNNELS, "inbound", "Inbound"].iter().any(|prefix| name.starts_with(prefix));
         !INTERNAL_MANAGERS.contains(&name) && (is_inbound || !self.inbound_only)
     }
 
@@ -170,16 +169,13 @@ impl Counting {
 /// Returns the port of a listener that is bound to all addresses or to loopback.
 fn local_port(listener: &str) -> Option<u16> {
     let (address, port) = listener.rsplit_once('_')?;
-    let colons = address.trim_matches(['[', ']']).replace('_', ":");
-    let address: IpAddr = colons.parse().ok()?;
-    let is_local = address.is_unspecified() || address.is_loopback();
-    port.parse().ok().filter(|_| is_local)
+    let address: IpAddr = address.trim_matches(['[', ']']).replace('_', ":").parse().ok()?;
+    if address.is_unspecified() || address.is_loopback() { port.parse().ok() } else { None }
 }
 
 /// Reads scope, name and value from the lines `scope.name: value` of a page. Logs and skips other lines.
 fn gauges(statistics: &str) -> impl Iterator<Item = (&str, &str, u64)> {
-    let lines = statistics.lines().filter(|line| !line.trim().is_empty());
-    lines.filter_map(|line| {
+    statistics.lines().filter(|line| !line.trim().is_empty()).filter_map(|line| {
         let gauge = line.rsplit_once(": ").and_then(|(name, value)| {
             let (scope, name) = name.rsplit_once('.')?;
             Some((scope, name, value.trim().parse().ok()?))

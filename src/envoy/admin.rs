@@ -13,6 +13,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use http::{Method, Request, Response};
 use serde_json::Value;
 use tokio::net::TcpStream;
+use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout};
 
 use super::warn;
@@ -55,13 +56,24 @@ pub(super) enum DrainCall {
     /// The listeners close at once. Running requests continue.
     Close,
 }
-
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("no answer from Envoy's admin port")]
-    NoAnswer(#[from] http_client::Error),
+    #[error("no answer from Envoy's admin port: {}", with_causes(.0))]
+    NoAnswer(http_client::Error),
     #[error("unexpected status {0}")]
     Status(u16),
+    #[error(transparent)]
+    Late(#[from] Elapsed),
+    #[error("{path}: {why}, expected JSON of Envoy")]
+    NotJson { path: String, why: serde_json::Error },
+    #[error("{0} is not in a configuration dump")]
+    NotInDump(String),
+}
+
+impl From<http_client::Error> for Error {
+    fn from(error: http_client::Error) -> Self {
+        Self::NoAnswer(error)
+    }
 }
 
 impl Error {
@@ -148,15 +160,13 @@ impl Admin {
     }
 
     /// Returns the text of a page, or the reason why it cannot be read.
-    pub async fn text(&self, path: &str) -> Result<String, String> {
-        let text = self.call(Method::GET, path).await;
-        text.map_err(|error| with_causes(&error))
+    pub async fn text(&self, path: &str) -> Result<String, Error> {
+        self.call(Method::GET, path).await
     }
 
-    /// Reads the lines of a page of any size, without an unfinished last one. Fails with the reason why it cannot be read.
-    pub async fn read_lines(&self, path: &str, read: impl FnMut(&str)) -> Result<(), String> {
-        let outcome = timeout(self.limit, self.pass_lines(path, read)).await;
-        outcome.map_err(|late| late.to_string())?.map_err(|error| with_causes(&error))
+    /// Reads the lines of a page as they arrive.
+    pub async fn read_lines(&self, path: &str, read: impl FnMut(&str)) -> Result<(), Error> {
+        timeout(self.limit, self.pass_lines(path, read)).await?
     }
 
     async fn pass_lines(&self, path: &str, mut read: impl FnMut(&str)) -> Result<(), Error> {
@@ -184,9 +194,9 @@ impl Admin {
     }
 
     /// Returns a page as JSON, or the reason why it cannot be read.
-    pub async fn page(&self, path: &str) -> Result<Value, String> {
+    pub async fn page(&self, path: &str) -> Result<Value, Error> {
         serde_json::from_str(&self.text(path).await?)
-            .map_err(|error| format!("{path}: {error}, expected JSON of Envoy"))
+            .map_err(|why| Error::NotJson { path: path.to_owned(), why })
     }
 
     /// Drains Envoy's listeners, or only the inbound ones, because the workload may still send requests. Logs a
@@ -199,10 +209,8 @@ impl Admin {
         };
         let scope = if inbound_only { "inboundonly&" } else { "" };
         let path = format!("/drain_listeners?{scope}{options}");
-        let path = path.trim_end_matches(['?', '&']);
-        if let Err(error) = self.call(Method::POST, path).await {
-            let decision = format!("failed to {action} listeners; continuing anyway");
-            warn(&error, &decision);
+        if let Err(error) = self.call(Method::POST, path.trim_end_matches(['?', '&'])).await {
+            warn(&error, &format!("failed to {action} listeners; continuing anyway"));
         }
     }
 
@@ -250,8 +258,10 @@ fn workers(info: &Value, restart_epoch: u32) -> Option<u32> {
     let is_live = ["LIVE", "DRAINING"].contains(&info["state"].as_str()?);
     let options = &info["command_line_options"];
     let is_it = options["restart_epoch"].as_u64()? == u64::from(restart_epoch);
-    let workers = options["concurrency"].as_u64()?;
-    u32::try_from(workers).ok().filter(|_| is_live && is_it)
+    if !is_live || !is_it {
+        return None;
+    }
+    options["concurrency"].as_u64()?.try_into().ok()
 }
 
 #[cfg(test)]

@@ -18,8 +18,8 @@ use crate::problem::{Problem, codes};
 ///
 /// Not for the successor of a hot restart, which takes the path over from its parent.
 pub(super) fn prepare(socket: &Path, user: u32) -> Result<(), Problem> {
-    let prepared = try_prepare(socket, user);
-    prepared.map_err(|why| Problem::new(codes::ADMIN_SOCKET_UNUSABLE, socket.display(), why))
+    try_prepare(socket, user)
+        .map_err(|why| Problem::new(codes::ADMIN_SOCKET_UNUSABLE, socket.display(), why))
 }
 
 fn try_prepare(socket: &Path, user: u32) -> io::Result<()> {
@@ -33,7 +33,8 @@ fn try_prepare(socket: &Path, user: u32) -> io::Result<()> {
         return Ok(());
     };
     if !found.file_type().is_socket() || found.uid() != user {
-        let (owner, mode) = (found.uid(), found.mode());
+        let owner = found.uid();
+        let mode = found.mode();
         let why = format!(
             "a file of user {owner} with mode {mode:o} is in its place, expected a socket of user {user}"
         );

@@ -66,8 +66,7 @@ impl BaseId {
             return Err(io::Error::other(found));
         }
         let directory = Directory::private_to(user, parent, DIRECTORY, true)?;
-        let names = directory.names()?;
-        let left: BTreeSet<_> = names.iter().filter_map(|name| parse(name)).collect();
+        let left: BTreeSet<_> = directory.names()?.iter().filter_map(|name| parse(name)).collect();
         for number in left {
             remove_unused(&directory, number);
         }
@@ -128,16 +127,20 @@ impl BaseId {
     /// Binds the sockets at which the Envoy of this restart epoch, which has exited, would receive the messages of its
     /// successor. The successor aborts if it cannot send them.
     pub(super) fn bind_parent_sockets(&self, restart_epoch: u32) -> io::Result<[UnixDatagram; 2]> {
-        let bind = |role| -> io::Result<_> {
-            let name = socket_name(role, self.number, restart_epoch);
-            self.directory.remove_file(&name)?;
-            let path = self.directory.path_to(&name);
-            let socket = UnixDatagram::bind(&path)?;
-            // A root agent binds for the Envoy of another user; no other user reaches the directory.
-            fs::set_permissions(path, fs::Permissions::from_mode(0o666))?;
-            Ok(socket)
-        };
-        Ok([bind(ROLES[0])?, bind(ROLES[1])?])
+        Ok([
+            self.bind_parent_socket(ROLES[0], restart_epoch)?,
+            self.bind_parent_socket(ROLES[1], restart_epoch)?,
+        ])
+    }
+
+    fn bind_parent_socket(&self, role: &str, restart_epoch: u32) -> io::Result<UnixDatagram> {
+        let name = socket_name(role, self.number, restart_epoch);
+        self.directory.remove_file(&name)?;
+        let path = self.directory.path_to(&name);
+        let socket = UnixDatagram::bind(&path)?;
+        // A root agent binds for the Envoy of another user; no other user reaches the directory.
+        fs::set_permissions(path, fs::Permissions::from_mode(0o666))?;
+        Ok(socket)
     }
 }
 
@@ -167,8 +170,7 @@ fn remove_unused(directory: &Directory, number: u32) {
         return;
     }
     let removed = names.iter().try_for_each(|name| directory.remove_file(name));
-    let removed = removed.and_then(|()| if_exists(fs::remove_file(memory_path(number))));
-    if let Err(error) = removed {
+    if let Err(error) = removed.and_then(|()| if_exists(fs::remove_file(memory_path(number)))) {
         tracing::warn!(%error, "cannot remove the files of an Envoy that has exited");
     }
 }

@@ -75,7 +75,8 @@ impl LogLevels {
     /// `--proxyComponentLogLevel`. Also returns the invalid parts.
     pub fn split(level: &str, components: &str) -> (Self, Vec<String>) {
         let mut levels = Self::default();
-        let (mut parts, mut invalid) = (Vec::new(), Vec::new());
+        let mut parts = Vec::new();
+        let mut invalid = Vec::new();
         for part in level.split(',').filter(|part| !part.is_empty()) {
             match part.matches(':').count() {
                 0 => levels.level = Some(part.to_owned()),
@@ -151,7 +152,7 @@ fn optional(name: &str, value: Option<impl Display>) -> Vec<String> {
 }
 
 fn switch(name: &str, is_on: bool) -> Vec<String> {
-    is_on.then(|| name.to_owned()).into_iter().collect()
+    if is_on { vec![name.to_owned()] } else { Vec::new() }
 }
 
 impl Mode {

@@ -68,8 +68,10 @@ impl Crash {
             None => if_exists(fs::remove_file(&path)).map(drop),
         };
         if let Err(error) = done {
-            let action = "replace the record of a crash";
-            tracing::warn!("{}", permission::problem(action, &path, error));
+            tracing::warn!(
+                "{}",
+                permission::problem("replace the record of a crash", &path, error)
+            );
         }
     }
 
@@ -98,8 +100,7 @@ pub(super) fn oom_kills(root: &Path) -> Option<u64> {
     in_control_group(root, "memory", |directory, version| {
         let file = if version == 2 { "memory.events" } else { "memory.oom_control" };
         let counts = regular_file::read_kernel(directory.join(file)).ok()?;
-        let mut lines = counts.lines();
-        lines.find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
+        counts.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
     })
 }
 
@@ -109,8 +110,7 @@ impl fmt::Display for Crash {
             (Some(signal), _) => write!(f, "signal {signal}")?,
             (None, code) => write!(f, "exit status {}", code.unwrap_or_default())?,
         }
-        let uptime = rounded_seconds(self.uptime_seconds);
-        write!(f, " after {uptime}, at {}", self.when)?;
+        write!(f, " after {}, at {}", rounded_seconds(self.uptime_seconds), self.when)?;
         f.write_str(match self.out_of_memory {
             Some(true) => ", killed by the kernel because memory was used up",
             Some(false) => ", not killed for lack of memory",

@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::admin::Admin;
 use super::command::Takeover;
 use super::crash::Crash;
+use super::hot_restart::NotLent;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::files::regular_file;
 use crate::metrics;
@@ -197,7 +198,7 @@ pub enum Order {
     /// Replace Envoy if its inputs have changed. The report contains the outcome.
     Restart { reason: &'static str },
     /// Let a successor in another container start. The reply is its takeover, or the reason for a refusal.
-    Lend(oneshot::Sender<Result<Takeover, String>>),
+    Lend(oneshot::Sender<Result<Takeover, NotLent>>),
     /// Take the base id back: that successor has exited without taking over.
     Reclaim,
     /// Become the parent of that successor, which has taken over and will end Envoy.
@@ -233,8 +234,8 @@ impl Envoy {
     /// Returns true for the process of an Envoy, and for one that it has started, because a wrapper may run Envoy.
     pub fn has_started(&self, pid: i32) -> bool {
         let report = self.report.borrow();
-        let ancestors = std::iter::successors(Some(pid), |pid| parent_of(*pid));
-        let mut ancestors = ancestors.take(MAX_ANCESTORS);
+        let mut ancestors =
+            std::iter::successors(Some(pid), |pid| parent_of(*pid)).take(MAX_ANCESTORS);
         ancestors.any(|pid| report.running.iter().any(|envoy| envoy.pid == pid))
     }
 
@@ -247,10 +248,10 @@ impl Envoy {
     }
 
     /// Lets a successor in another container start.
-    pub async fn lend(&self) -> Result<Takeover, String> {
+    pub async fn lend(&self) -> Result<Takeover, NotLent> {
         let (sender, lent) = oneshot::channel();
         self.order(Order::Lend(sender)).await;
-        lent.await.unwrap_or_else(|_| Err("Envoy has ended".to_owned()))
+        lent.await.unwrap_or(Err(NotLent::Ended))
     }
 
     /// Gives an order without waiting for its result.

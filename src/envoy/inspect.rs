@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::time::timeout;
 
-use super::admin::Admin;
+use super::admin::{Admin, Error};
 use crate::problem::{Code, Problem, codes};
 
 /// The pause before a finding is confirmed, because every update warms for a moment.
@@ -63,19 +63,18 @@ async fn warming_in(
     path: &str,
     names: fn(&Value) -> BTreeSet<String>,
 ) -> Option<Problem> {
-    let read = async || admin.page(path).await.map(|page| names(&page));
     let confirmed = async {
-        let first = read().await?;
+        let first = names(&admin.page(path).await?);
         if first.is_empty() {
             return Ok(first);
         }
         tokio::time::sleep(PAUSE).await;
-        Ok(&first & &read().await?)
+        Ok::<_, Error>(&first & &names(&admin.page(path).await?))
     };
     let (code, found) = match timeout(admin.limit, confirmed).await {
         Ok(Ok(names)) if names.is_empty() => return None,
         Ok(Ok(names)) => (code, Vec::from_iter(names).join("; ")),
-        Ok(Err(reason)) => (codes::ENVOY_NOT_INSPECTED, reason),
+        Ok(Err(error)) => (codes::ENVOY_NOT_INSPECTED, error.to_string()),
         Err(_) => (codes::ENVOY_NOT_INSPECTED, "no answer in time".to_owned()),
     };
     Some(Problem::new(code, code.cause, found))
@@ -85,12 +84,11 @@ async fn warming_in(
 pub(crate) async fn accepted_names(
     admin: &Admin,
     type_url: &str,
-) -> Result<BTreeSet<String>, String> {
+) -> Result<BTreeSet<String>, Error> {
     // Listeners and endpoints of which Envoy has refused every version are listed without the members `states`.
     let (dumps, name, states): (&[_], _, _) = match type_url.rsplit('.').next() {
         Some("Cluster") => {
-            let dumps = &["dynamic_active_clusters", "dynamic_warming_clusters"];
-            (dumps, "cluster.name", "")
+            (&["dynamic_active_clusters", "dynamic_warming_clusters"], "cluster.name", "")
         }
         Some("ClusterLoadAssignment") => {
             let states = ",endpoint_config.endpoints";
@@ -103,7 +101,7 @@ pub(crate) async fn accepted_names(
         }
         Some("RouteConfiguration") => (&["dynamic_route_configs"], "route_config.name", ""),
         Some("TypedExtensionConfig") => (&["ecds_filters"], "ecds_filter.name", ""),
-        _ => return Err(format!("{type_url} is not in a configuration dump")),
+        _ => return Err(Error::NotInDump(type_url.to_owned())),
     };
     let pointer = format!("/{}", name.replace('.', "/"));
     let mut accepted = BTreeSet::new();
@@ -134,7 +132,7 @@ pub struct ServingResources {
 }
 
 impl ServingResources {
-    pub async fn read(admin: &Admin) -> Result<Self, String> {
+    pub async fn read(admin: &Admin) -> Result<Self, Error> {
         let secrets = admin.page(ACTIVE_SECRETS).await?;
         Ok(Self {
             listeners: accepted_names(admin, "envoy.config.listener.v3.Listener").await?,
@@ -143,21 +141,36 @@ impl ServingResources {
     }
 }
 
+/// Why an Envoy cannot take over yet.
+#[derive(Debug, thiserror::Error)]
+pub enum NotReady {
+    #[error(transparent)]
+    Unknown(#[from] Error),
+    #[error("Envoy has not started")]
+    NotStarted,
+    #[error("{0}")]
+    Warming(String),
+    #[error("it lacks {0} {1}")]
+    Lacks(&'static str, String),
+    #[error("it has no listeners")]
+    NoListeners,
+}
+
 /// Checks that an Envoy can take over: fails unless the Envoy of this restart epoch has started, has the listeners and
 /// secrets of its parent, and waits for no resource. Without `parent`, it must have at least one listener.
 pub async fn check_takeover(
     admin: &Admin,
     restart_epoch: u32,
     parent: Option<&ServingResources>,
-) -> Result<(), String> {
+) -> Result<(), NotReady> {
     let info = admin.page("/server_info").await?;
     // The parent responds until this Envoy has taken the admin port over.
     if info["command_line_options"]["restart_epoch"].as_u64() != Some(restart_epoch.into()) {
-        return Err("Envoy has not started".to_owned());
+        return Err(NotReady::NotStarted);
     }
     let warming = listeners(&admin.page(WARMING_LISTENERS).await?);
     if !warming.is_empty() {
-        return Err(Vec::from_iter(warming).join("; "));
+        return Err(NotReady::Warming(Vec::from_iter(warming).join("; ")));
     }
     let found = ServingResources::read(admin).await?;
     match parent {
@@ -165,22 +178,19 @@ pub async fn check_takeover(
             check_names("secrets", &parent.secrets, &found.secrets)?;
             check_names("listeners", &parent.listeners, &found.listeners)
         }
-        None if found.listeners.is_empty() => Err("it has no listeners".to_owned()),
+        None if found.listeners.is_empty() => Err(NotReady::NoListeners),
         None => Ok(()),
     }
 }
 
 /// Fails if a wanted name has not been found. `kind` is used in the error.
 fn check_names(
-    kind: &str,
+    kind: &'static str,
     wanted: &BTreeSet<String>,
     found: &BTreeSet<String>,
-) -> Result<(), String> {
+) -> Result<(), NotReady> {
     let missing: Vec<_> = wanted.difference(found).map(String::as_str).collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
-    Err(format!("it lacks {kind} {}", missing.join(", ")))
+    if missing.is_empty() { Ok(()) } else { Err(NotReady::Lacks(kind, missing.join(", "))) }
 }
 
 /// The calls that Envoy has refused since its start.
@@ -193,8 +203,7 @@ pub struct Refusals {
 
 /// Reads the calls to the pod and from it that Envoy has refused.
 pub async fn refusals(admin: &Admin) -> Refusals {
-    let page = admin.text(REFUSALS).await.unwrap_or_default();
-    read_refusals(&page)
+    read_refusals(&admin.text(REFUSALS).await.unwrap_or_default())
 }
 
 fn read_refusals(page: &str) -> Refusals {
@@ -219,14 +228,12 @@ fn read_refusals(page: &str) -> Refusals {
             last if last.ends_with("denied") => codes::RBAC_DENIED,
             _ => return None,
         };
-        let found = format!("{}: {count} since Envoy's start", code.cause);
-        Some(Problem::new(code, name, found))
+        Some(Problem::new(code, name, format!("{}: {count} since Envoy's start", code.cause)))
     });
-    let counts_of = |kind| counts.keys().any(|name| name.starts_with(kind));
-    Refusals {
-        problems: problems.collect(),
-        are_counted: counts_of("listener.") && counts_of("cluster."),
-    }
+    let are_counted = ["listener.", "cluster."]
+        .iter()
+        .all(|kind| counts.keys().any(|name| name.starts_with(kind)));
+    Refusals { problems: problems.collect(), are_counted }
 }
 
 /// Returns the ports at which Envoy refuses plain text. None without a listener of captured inbound traffic.
@@ -243,8 +250,9 @@ fn read_strict_ports(dump: &Value) -> Option<String> {
         *plain.entry(chain["destination_port"].as_u64()).or_insert(false) |= accepts_plain;
     }
     plain.remove(&Some(INBOUND_PORT));
-    let strict = plain.iter().filter(|(_, accepts_plain)| !**accepts_plain);
-    let strict: Vec<_> = strict
+    let strict: Vec<_> = plain
+        .iter()
+        .filter(|(_, accepts_plain)| !**accepts_plain)
         .map(|(port, _)| port.map_or("all others".to_owned(), |port| port.to_string()))
         .collect();
     Some(match &*strict {
@@ -282,9 +290,9 @@ pub async fn endpoints(admin: &Admin) -> Result<Endpoints, Problem> {
     let mut page = ClusterPage::default();
     match admin.read_lines("/clusters", |line| page.read(line)).await {
         Ok(()) => Ok(page.end()),
-        Err(reason) => {
+        Err(error) => {
             let subject = "endpoints of Envoy's clusters";
-            Err(Problem::new(codes::ENVOY_NOT_INSPECTED, subject, reason))
+            Err(Problem::new(codes::ENVOY_NOT_INSPECTED, subject, error))
         }
     }
 }
@@ -332,15 +340,13 @@ impl ClusterPage {
     fn end_endpoint(&mut self) {
         let endpoint = std::mem::take(&mut self.endpoint);
         if endpoint.fails() && self.found.failing.len() < MAX_FAILING {
-            let cluster = self.cluster.clone();
-            self.found.failing.push(FailingEndpoint { cluster, ..endpoint });
+            self.found.failing.push(FailingEndpoint { cluster: self.cluster.clone(), ..endpoint });
         }
     }
 
     fn end_cluster(&mut self) {
         self.end_endpoint();
-        let is_service = self.cluster.starts_with("outbound|");
-        if is_service && self.has_endpoints && !self.is_healthy {
+        if self.cluster.starts_with("outbound|") && self.has_endpoints && !self.is_healthy {
             let host = self.cluster.rsplit('|').next().unwrap_or_default();
             self.found.without_healthy.insert(host.to_owned());
         }
@@ -358,8 +364,8 @@ impl ClusterPage {
 
 impl FailingEndpoint {
     fn fails(&self) -> bool {
-        let is_remote = self.address.parse::<SocketAddr>().is_ok();
-        is_remote && (self.failed_connections > 0 || self.requests_fail())
+        self.address.parse::<SocketAddr>().is_ok()
+            && (self.failed_connections > 0 || self.requests_fail())
     }
 
     /// Returns true if most requests have failed although there was a connection. Envoy does not count requests that
@@ -370,7 +376,7 @@ impl FailingEndpoint {
 }
 
 /// Reads the configuration of these clusters and of their endpoints.
-pub async fn clusters(admin: &Admin, names: &BTreeSet<&str>) -> Result<[Value; 2], String> {
+pub async fn clusters(admin: &Admin, names: &BTreeSet<&str>) -> Result<[Value; 2], Error> {
     let names: Vec<_> = names.iter().map(|name| pattern(name)).collect();
     let filter = format!("name_regex=%5E({})%24", names.join("%7C"));
     let clusters = format!("/config_dump?resource=dynamic_active_clusters&{filter}");
@@ -391,14 +397,17 @@ fn pattern(text: &str) -> String {
 
 /// Describes each waiting listener, except [`GATE`], with the resources that it waits for.
 fn listeners(dump: &Value) -> BTreeSet<String> {
-    let managers = entries(dump, "unready_targets_dumps").filter_map(|manager| {
-        let targets: Vec<_> = entries(manager, "target_names").map(text).collect();
-        let name = listener(text(&manager["name"]));
-        // A listener without targets only waits for the other listeners.
-        let waits = !targets.is_empty() && name != GATE;
-        waits.then(|| format!("{name} waits for {}", targets.join(", ")))
-    });
-    managers.collect()
+    entries(dump, "unready_targets_dumps")
+        .filter_map(|manager| {
+            let targets: Vec<_> = entries(manager, "target_names").map(text).collect();
+            let name = listener(text(&manager["name"]));
+            // A listener without targets only waits for the other listeners.
+            if targets.is_empty() || name == GATE {
+                return None;
+            }
+            Some(format!("{name} waits for {}", targets.join(", ")))
+        })
+        .collect()
 }
 
 /// Returns the listener of `init manager Listener-local-init-manager <listener> <hash>`.
@@ -411,8 +420,8 @@ fn listener(manager: &str) -> &str {
 
 /// Returns the names of clusters or secrets.
 fn names(dump: &Value) -> BTreeSet<String> {
-    let configs = entries(dump, "configs");
-    let names = configs.filter_map(|it| it.pointer("/cluster/name").or(it.get("name")));
+    let names =
+        entries(dump, "configs").filter_map(|it| it.pointer("/cluster/name").or(it.get("name")));
     names.map(|name| text(name).to_owned()).collect()
 }
 

@@ -160,7 +160,8 @@ impl Instance {
             Ended::Signal(signal) => (None, Some(signal)),
         };
         let lines = self.output.last_lines().await;
-        let has_grown = || Some(oom_kills("/".as_ref())? > self.oom_kills?);
+        let out_of_memory =
+            if signal == Some(KILLED) { self.has_run_out_of_memory() } else { None };
         Crash {
             when: clock::rfc3339(Clock::system().now()),
             epoch: self.epoch,
@@ -168,10 +169,15 @@ impl Instance {
             code,
             signal,
             uptime_seconds,
-            out_of_memory: (signal == Some(KILLED)).then(has_grown).flatten(),
+            out_of_memory,
             // Explained now, because another process may own the port later.
             stderr: lines.into_iter().map(port::explained).collect(),
         }
+    }
+
+    /// Returns None if the kernel does not tell.
+    fn has_run_out_of_memory(&self) -> Option<bool> {
+        Some(oom_kills("/".as_ref())? > self.oom_kills?)
     }
 
     pub(super) fn report(&self, state: Role) -> RunningEnvoy {

@@ -41,7 +41,8 @@ impl Output {
     /// agent's user. Without a pipe or a thread Envoy inherits the agent's, and nothing is stored.
     pub(super) fn copy(user: Option<u32>) -> (Self, [Stdio; 2]) {
         let mut output = Self::default();
-        let (stdout, stderr) = (io::stdout(), io::stderr());
+        let stdout = io::stdout();
+        let stderr = io::stderr();
         let stdout = if user.is_none() && is_openable(stdout.as_fd()) {
             Stdio::inherit()
         } else {
@@ -71,8 +72,7 @@ impl Output {
         fchown(&pipe, user, user)?;
         let (sender, copied) = oneshot::channel::<()>();
         let mut chunk = vec![0; CHUNK];
-        let builder = std::thread::Builder::new().name(thread.to_owned());
-        builder.spawn(move || {
+        std::thread::Builder::new().name(thread.to_owned()).spawn(move || {
             let _sender = sender;
             loop {
                 let read = match from.read(&mut chunk) {
@@ -91,8 +91,7 @@ impl Output {
 
     /// Returns the line of standard error with the reason of Envoy's exit; empty if there is none.
     pub(super) async fn reason(&mut self) -> String {
-        let lines = self.last_lines().await;
-        reason(&lines).unwrap_or_default().to_owned()
+        reason(&self.last_lines().await).unwrap_or_default().to_owned()
     }
 
     /// Returns the last lines of standard error, after Envoy's exit.
@@ -130,8 +129,7 @@ fn lines(last: &VecDeque<u8>) -> Vec<String> {
     let bytes: Vec<u8> = last.iter().copied().collect();
     let text = String::from_utf8_lossy(&bytes);
     let is_cut = bytes.len() == MAX_STORED && text.trim_end().contains('\n');
-    let lines = text.lines().skip(usize::from(is_cut));
-    lines.map(str::to_owned).collect()
+    text.lines().skip(usize::from(is_cut)).map(str::to_owned).collect()
 }
 
 /// Finds the reason of Envoy's exit: the line it prints after its log, or else the first critical line, before a

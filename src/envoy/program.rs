@@ -36,20 +36,19 @@ fn header(program: &Path) -> io::Result<Vec<u8>> {
 
 /// Returns the problem of a program that the kernel did not run.
 pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
-    let subject = format!("Envoy's program {}", program.display());
-    let problem = |code, found: &str| Problem::new(code, &subject, found);
-    match error.kind() {
-        io::ErrorKind::NotFound if program.exists() => {
-            let found = "the loader or interpreter that it names does not exist";
-            problem(codes::ENVOY_LOADER_MISSING, found)
-        }
-        io::ErrorKind::NotFound => problem(codes::ENVOY_MISSING, "there is no such program"),
-        _ if Errno::from_io_error(error) == Some(Errno::NOEXEC) => {
-            let found = format!("it is not a program for {}", std::env::consts::ARCH);
-            problem(codes::ENVOY_WRONG_ARCHITECTURE, &found)
-        }
-        _ => problem(codes::ENVOY_NOT_EXECUTABLE, &format!("cannot run it: {error}")),
-    }
+    let (code, found) = match error.kind() {
+        io::ErrorKind::NotFound if program.exists() => (
+            codes::ENVOY_LOADER_MISSING,
+            "the loader or interpreter that it names does not exist".to_owned(),
+        ),
+        io::ErrorKind::NotFound => (codes::ENVOY_MISSING, "there is no such program".to_owned()),
+        _ if Errno::from_io_error(error) == Some(Errno::NOEXEC) => (
+            codes::ENVOY_WRONG_ARCHITECTURE,
+            format!("it is not a program for {}", std::env::consts::ARCH),
+        ),
+        _ => (codes::ENVOY_NOT_EXECUTABLE, format!("cannot run it: {error}")),
+    };
+    Problem::new(code, format!("Envoy's program {}", program.display()), found)
 }
 
 #[cfg(test)]

@@ -50,7 +50,8 @@ impl Restarts {
         let now = Instant::now();
         self.past.retain(|past| now.duration_since(*past) < budget.within);
         if self.past.len() >= budget.restarts {
-            let (count, within) = (self.past.len(), rounded(budget.within));
+            let count = self.past.len();
+            let within = rounded(budget.within);
             tracing::error!("Envoy was restarted {count} times within {within}, the limit");
             return None;
         }

@@ -142,8 +142,7 @@ impl Drain {
 impl Plan {
     /// Returns the longest time of all steps together.
     pub fn at_most(&self) -> Duration {
-        let steps = self.0.iter().map(|step| step.at_most);
-        steps.fold(Duration::ZERO, Duration::saturating_add)
+        self.0.iter().map(|step| step.at_most).fold(Duration::ZERO, Duration::saturating_add)
     }
 }
 

@@ -114,8 +114,7 @@ impl Supervisor {
     /// Handles events until the last exit, or until a successor in another container has taken over.
     async fn supervise(&mut self) -> Result<Exit, BoxError> {
         self.read_last_crash();
-        let requested = self.stop.borrow().urgency;
-        let mut event = match requested {
+        let mut event = match self.stop.borrow().urgency {
             Urgency::Run => Event::Begin,
             urgency => Event::StopRequested(urgency),
         };
@@ -144,8 +143,7 @@ impl Supervisor {
                     self.begin_step(step);
                 }
             }
-            let is_running = self.machine.phase() == Phase::Running;
-            self.hot_restart.observe(event, is_running);
+            self.hot_restart.observe(event, self.machine.phase() == Phase::Running);
             let Some(next) = self.next_event().await? else {
                 return Ok(Exit::Superseded);
             };
@@ -160,7 +158,8 @@ impl Supervisor {
         let Some(mut envoy) = self.instance.take() else {
             return Ok(Exit::Superseded);
         };
-        let (stop, drain) = (&mut self.stop, self.config.limits.drain.at_most());
+        let drain = self.config.limits.drain.at_most();
+        let stop = &mut self.stop;
         let stopped_and_drained = async {
             wait_for_more_urgent(stop, Urgency::Run).await;
             // A second, more urgent request cuts the drain.
@@ -260,7 +259,7 @@ impl Supervisor {
                 );
                 self.hot_restart.parent = Some(parent);
                 // The parent was drained; clients of the successor must be asked, too.
-                self.machine.is_drained().then_some(Event::DrainOrdered)
+                if self.machine.is_drained() { Some(Event::DrainOrdered) } else { None }
             }
         }
     }
@@ -268,18 +267,19 @@ impl Supervisor {
     /// Publishes a step of a shutdown. `is_requested` is true for the first step after a stop request, which begins
     /// or shortens the shutdown. The steps of a full restart are not published, because it is not a shutdown.
     fn report_step(&self, step: PlannedStep, is_requested: bool) {
-        let (clock, plan) = (Clock::system(), self.machine.plan());
+        let clock = Clock::system();
+        let plan = self.machine.plan();
         let cause = self.stop.borrow().cause.unwrap_or("no reason was given");
         if is_requested {
             tracing::info!("stopping Envoy ({cause}): {plan}");
         }
-        let (waits_for, until) = (step.waits_for, clock.after(step.at_most));
+        let waits_for = step.waits_for;
+        let until = clock.after(step.at_most);
         self.publish.send_modify(|report| {
             if is_requested {
-                let since = report.ending.as_ref().map(|ending| ending.since);
                 report.ending = Some(Shutdown {
                     cause,
-                    since: since.unwrap_or_else(|| clock.now()),
+                    since: report.ending.as_ref().map_or_else(|| clock.now(), |it| it.since),
                     plan,
                     waits_for,
                     until,
@@ -306,7 +306,8 @@ impl Supervisor {
 
     /// Publishes Envoy's state, the running Envoys, and the last restart.
     fn publish(&self) {
-        let (machine, hot_restart) = (&self.machine, &self.hot_restart);
+        let machine = &self.machine;
+        let hot_restart = &self.hot_restart;
         let [parent, current, successor] = [
             (&hot_restart.parent, Role::Leaving),
             (&self.instance, Role::Current),
@@ -337,7 +338,7 @@ impl Supervisor {
         self.cancel_tasks();
         let has_served = self.machine.phase() > Phase::Starting;
         let is_expected = self.machine.expects_exit();
-        self.last_end = (!is_expected).then_some(ended);
+        self.last_end = if is_expected { None } else { Some(ended) };
         let crash = self.record_exit(ended).await;
         self.hot_restart.handle_current_exit();
         let out_of_memory = crash.as_ref().and_then(|crash| crash.out_of_memory);
@@ -359,8 +360,7 @@ impl Supervisor {
             self.budget.take(ended, out_of_memory, has_served)
         };
         self.pause = pause.unwrap_or_default();
-        let may_restart = pause.is_some();
-        Ok(Event::EnvoyExited { may_restart })
+        Ok(Event::EnvoyExited { may_restart: pause.is_some() })
     }
 
     /// Records an exit that the agent did not ask for, and returns it if it is a crash. An exit on request removes the
@@ -376,7 +376,7 @@ impl Supervisor {
             if !is_crash {
                 tracing::warn!("{}", crash.problem());
             }
-            return is_crash.then_some(crash);
+            return if is_crash { Some(crash) } else { None };
         }
         envoy.output.last_lines().await;
         tracing::info!("Envoy exited normally");
@@ -392,7 +392,8 @@ impl Supervisor {
         if ![Step::DrainTime, Step::LongRequests].contains(&waits_for) {
             self.cancel_tasks();
         }
-        let (done, limit) = (Event::Done(waits_for), rounded(at_most));
+        let done = Event::Done(waits_for);
+        let limit = rounded(at_most);
         self.spawn_task(done, sleep(at_most));
         match waits_for {
             Step::DrainDelay => {
@@ -481,10 +482,10 @@ impl Supervisor {
     /// Asks Envoy to drain, then replies to the drain order, if there is one.
     fn call_drain(&mut self, call: DrainCall) {
         self.drains.inc();
-        let (admin, inbound_only) = (self.config.admin.clone(), self.config.drain_inbound_only);
+        let draining = self.config.admin.clone().drain(call, self.config.drain_inbound_only);
         let sender = self.drain_order.take();
         self.spawn_task(Event::Done(Step::DrainCall), async move {
-            admin.drain(call, inbound_only).await;
+            draining.await;
             if let Some(sender) = sender {
                 let _ = sender.send(()); // It fails if the caller no longer waits.
             }
@@ -493,11 +494,12 @@ impl Supervisor {
 
     /// Closes Envoy's listeners and waits for the running requests.
     fn close_listeners(&self) -> impl Future<Output = ()> + Send + use<> {
-        let (admin, inbound_only) = (self.config.admin.clone(), self.config.drain_inbound_only);
+        let closing =
+            self.config.admin.clone().drain(DrainCall::Close, self.config.drain_inbound_only);
         let is_timed = matches!(self.config.limits.drain, Drain::For(_));
         let until_none = self.until_none(Active::Connections, LAST_PERIOD);
         async move {
-            admin.drain(DrainCall::Close, inbound_only).await;
+            closing.await;
             if is_timed {
                 // The workload may send requests until the end of a timed drain.
                 return std::future::pending().await;
@@ -513,14 +515,14 @@ impl Supervisor {
         active: Active,
         period: Duration,
     ) -> impl Future<Output = ()> + Send + use<> {
-        let (admin, publish) = (self.config.admin.clone(), self.publish.clone());
+        let publish = self.publish.clone();
         let counting = Counting {
             active,
             period,
             inbound_only: self.config.drain_inbound_only,
             internal_ports: self.config.internal_ports.clone(),
         };
-        counting.until_none(admin, move |count| {
+        counting.until_none(self.config.admin.clone(), move |count| {
             publish.send_modify(|report| {
                 if let Some(ending) = &mut report.ending {
                     ending.connections = Some(count);

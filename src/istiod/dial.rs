@@ -122,36 +122,9 @@ fn handshake_failure(
     to: SocketAddr,
     error: &io::Error,
 ) -> Failure {
-    use CertificateError as E;
     let cause = tls::error(error);
-    let is_alert = matches!(cause, Some(Error::AlertReceived(_)));
     let (code, found) = match cause {
-        Some(Error::InvalidCertificate(refused)) => match refused {
-            E::NotValidForNameContext { presented, .. } => {
-                // Each name is in Rust's notation, such as DnsName("istiod").
-                let names = presented.iter().filter_map(|name| {
-                    let name = name.trim_end_matches(['"', ')']);
-                    name.rsplit(['"', '(']).next()
-                });
-                let (names, expected) = (Vec::from_iter(names).join(", "), tls.name.to_str());
-                let found = format!("its certificate is not for {expected:?}, but for {names}");
-                (codes::ISTIOD_CERTIFICATE_NAME, found)
-            }
-            E::ExpiredContext { time, not_after } => {
-                let found = date_mismatch("expired", *not_after, *time, "ago");
-                (codes::ISTIOD_CERTIFICATE_EXPIRED, found)
-            }
-            E::NotValidYetContext { time, not_before } => {
-                let found = date_mismatch("is not valid before", *not_before, *time, "from now");
-                (codes::ISTIOD_CERTIFICATE_NOT_YET_VALID, found)
-            }
-            // The roots of two meshes may have the same name, and then only the signature differs.
-            E::UnknownIssuer | E::BadSignature => {
-                let found = format!("its certificate is not signed by a root of {}", tls.roots);
-                (codes::ISTIOD_CERTIFICATE_UNTRUSTED, found)
-            }
-            _ => (codes::ISTIOD_CERTIFICATE_UNUSABLE, refused.to_string()),
-        },
+        Some(Error::InvalidCertificate(refused)) => refused_certificate(tls, refused),
         Some(Error::Other(cause)) => (codes::ISTIOD_CERTIFICATE_UNUSABLE, cause.to_string()),
         Some(Error::InvalidMessage(_)) => (codes::ISTIOD_NOT_TLS, "it answered without TLS".into()),
         None if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -160,15 +133,44 @@ fn handshake_failure(
         _ => (codes::ISTIOD_TLS_REFUSED, error.to_string()),
     };
     let problem = config.problem(code, format!("TLS handshake with {to} failed: {found}"));
-    Failure { is_alert, ..problem.into() }
+    Failure { is_alert: matches!(cause, Some(Error::AlertReceived(_))), ..problem.into() }
+}
+
+fn refused_certificate(tls: &tls::Prepared, refused: &CertificateError) -> (&'static Code, String) {
+    use CertificateError as E;
+    match refused {
+        E::NotValidForNameContext { presented, .. } => {
+            // Each name is in Rust's notation, such as DnsName("istiod").
+            let names: Vec<_> = presented
+                .iter()
+                .filter_map(|name| name.trim_end_matches(['"', ')']).rsplit(['"', '(']).next())
+                .collect();
+            let expected = tls.name.to_str();
+            let names = names.join(", ");
+            let found = format!("its certificate is not for {expected:?}, but for {names}");
+            (codes::ISTIOD_CERTIFICATE_NAME, found)
+        }
+        E::ExpiredContext { time, not_after } => {
+            (codes::ISTIOD_CERTIFICATE_EXPIRED, date_mismatch("expired", *not_after, *time, "ago"))
+        }
+        E::NotValidYetContext { time, not_before } => {
+            let found = date_mismatch("is not valid before", *not_before, *time, "from now");
+            (codes::ISTIOD_CERTIFICATE_NOT_YET_VALID, found)
+        }
+        // The roots of two meshes may have the same name, and then only the signature differs.
+        E::UnknownIssuer | E::BadSignature => {
+            let found = format!("its certificate is not signed by a root of {}", tls.roots);
+            (codes::ISTIOD_CERTIFICATE_UNTRUSTED, found)
+        }
+        _ => (codes::ISTIOD_CERTIFICATE_UNUSABLE, refused.to_string()),
+    }
 }
 
 /// Describes a certificate that is not valid by this clock.
 fn date_mismatch(what: &str, date: UnixTime, now: UnixTime, side: &str) -> String {
     let apart = rounded(Duration::from_secs(date.as_secs().abs_diff(now.as_secs())));
     let [date, now] = [date, now].map(|time| {
-        let since_epoch = Duration::from_secs(time.as_secs());
-        let time = SystemTime::UNIX_EPOCH.checked_add(since_epoch);
+        let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(time.as_secs()));
         time.map(rfc3339).unwrap_or_default()
     });
     format!("its certificate {what} {date}, {apart} {side}; it is {now} here")
@@ -186,8 +188,9 @@ pub async fn open_probe(config: &Config, limit: Duration) -> Result<Probe, Probl
     let tasks = ConnectionTasks::default();
     let mut config = config.clone();
     (config.limits.total, config.limits.per_address) = (limit, scaled(limit, 0.5));
-    let dialed = dial(&config.into(), &Dialer::default(), tasks.executor()).await;
-    let (connection, driver) = dialed.map_err(|failure| failure.problem)?;
+    let (connection, driver) = dial(&config.into(), &Dialer::default(), tasks.executor())
+        .await
+        .map_err(|failure| failure.problem)?;
     tasks.executor().spawn(async move {
         let _ = driver.run(|| {}).await; // Calls on the connection fail with the reason.
     });
@@ -211,9 +214,10 @@ pub(super) async fn dial(
         Some(proxy) => (proxy.host.as_str(), proxy.port),
         None => (host, port),
     };
-    let resolving = dial::resolve(first_hop, first_hop_port);
-    let resolved = total.run(RESOLVE, resolving).await?;
-    let addresses = resolved.map_err(|error| connect_failure(config, &error))?;
+    let addresses = total
+        .run(RESOLVE, dial::resolve(first_hop, first_hop_port))
+        .await?
+        .map_err(|error| connect_failure(config, &error))?;
     let mut candidates = dialer.candidates(addresses);
     let mut last_failure = None;
     while let Some((to, stream)) = total.run(CONNECT, candidates.connect()).await? {
@@ -230,16 +234,14 @@ pub(super) async fn dial(
         }
     }
     Err(last_failure.unwrap_or_else(|| {
-        let host = first_hop.to_owned();
-        let error = candidates.errors.pop();
-        connect_failure(config, &error.unwrap_or(dial::Error::NoAddress { host }))
+        let no_address = dial::Error::NoAddress { host: first_hop.to_owned() };
+        connect_failure(config, &candidates.errors.pop().unwrap_or(no_address))
     }))
 }
 
 fn host_and_port(config: &Config) -> Result<(&str, u16), Problem> {
-    let code = codes::ISTIOD_ADDRESS_INVALID;
     address::split_lenient(&config.address)
-        .ok_or_else(|| config.problem(code, "it is not host:port"))
+        .ok_or_else(|| config.problem(codes::ISTIOD_ADDRESS_INVALID, "it is not host:port"))
 }
 
 /// An attempt to open a connection to one address.
@@ -262,17 +264,17 @@ impl Attempt<'_> {
         let Some(tls) = tls else {
             return self.start_http2(Box::new(stream), None).await;
         };
-        let has_certificate = tls.without_client.is_some();
-        let outcome = self.open_tls(stream, tls, &tls.config, has_certificate).await;
+        let outcome = self.open_tls(stream, tls, &tls.config, tls.without_client.is_some()).await;
         match (outcome, &tls.without_client) {
             (Err(failure), Some(without)) if failure.is_alert => {
-                let (code, found) = (codes::CLIENT_CERTIFICATE_REFUSED, failure.problem.found);
-                tracing::warn!("{}", self.config.problem(code, found));
-                let connecting = TcpStream::connect(self.to);
-                let stream = self.bound.run(CONNECT, connecting).await?;
-                let stream = stream.map_err(|error| self.connect_error(error))?;
-                let tunnel = self.open_tunnel(stream).await?;
-                self.open_tls(tunnel, tls, without, false).await
+                let found = failure.problem.found;
+                tracing::warn!("{}", self.config.problem(codes::CLIENT_CERTIFICATE_REFUSED, found));
+                let stream = self
+                    .bound
+                    .run(CONNECT, TcpStream::connect(self.to))
+                    .await?
+                    .map_err(|error| self.connect_error(error))?;
+                self.open_tls(self.open_tunnel(stream).await?, tls, without, false).await
             }
             (outcome, _) => outcome,
         }
@@ -283,13 +285,14 @@ impl Attempt<'_> {
         self.set_options(&stream)?;
         if let Some(proxy) = &self.config.proxy {
             let (host, port) = host_and_port(self.config)?;
-            let opening = proxy.tunnel(&mut stream, host, port);
-            let opened = self.bound.run(TUNNEL, opening).await?;
-            opened.map_err(|error| {
-                let proxy = format!("the proxy {} (HTTPS_PROXY)", self.to);
-                let found = format!("{proxy} does not open a tunnel: {error}");
-                self.config.problem(codes::ISTIOD_PROXY_REFUSED, found)
-            })?;
+            self.bound.run(TUNNEL, proxy.tunnel(&mut stream, host, port)).await?.map_err(
+                |error| {
+                    let to = self.to;
+                    let found =
+                        format!("the proxy {to} (HTTPS_PROXY) does not open a tunnel: {error}");
+                    self.config.problem(codes::ISTIOD_PROXY_REFUSED, found)
+                },
+            )?;
         }
         Ok(stream)
     }
@@ -305,8 +308,11 @@ impl Attempt<'_> {
     ) -> Result<(Connection, Driver), Failure> {
         let to = self.to;
         let handshake = TlsConnector::from(config.clone()).connect(tls.name.clone(), stream);
-        let encrypted = self.bound.run(HANDSHAKE, handshake).await?;
-        let stream = encrypted.map_err(|error| handshake_failure(self.config, tls, to, &error))?;
+        let stream = self
+            .bound
+            .run(HANDSHAKE, handshake)
+            .await?
+            .map_err(|error| handshake_failure(self.config, tls, to, &error))?;
         let (_, session) = stream.get_ref();
         if session.alpn_protocol() != Some(b"h2") {
             let found = format!("{to} does not offer HTTP/2 over TLS (ALPN)");
@@ -325,8 +331,7 @@ impl Attempt<'_> {
         let to = self.to;
         let about = Connected { peer: to.to_string(), since: rfc3339(Clock::system().now()), tls };
         let opening = connection::open(io, about, self.config.clone(), self.executor.clone());
-        let opened = self.bound.run(START_HTTP2, opening).await?;
-        opened.map_err(|loss| {
+        self.bound.run(START_HTTP2, opening).await?.map_err(|loss| {
             let (code, what) = match loss {
                 Loss::Alert(_) => (codes::ISTIOD_TLS_REFUSED, "ended the TLS connection"),
                 Loss::NotHttp2(_) => (codes::ISTIOD_NOT_GRPC, "does not speak HTTP/2"),
@@ -349,8 +354,7 @@ impl Attempt<'_> {
     }
 
     fn connect_error(&self, source: io::Error) -> Failure {
-        let address = self.to;
-        connect_failure(self.config, &dial::Error::Connect { address, source })
+        connect_failure(self.config, &dial::Error::Connect { address: self.to, source })
     }
 }
 
@@ -369,14 +373,12 @@ impl<'a> Bound<'a> {
 
     /// Returns this bound, or an earlier one that starts now.
     fn at_most(self, limit: Duration) -> Self {
-        let other = Self::new(self.config, limit);
-        std::cmp::min_by_key(self, other, |bound| bound.deadline)
+        std::cmp::min_by_key(self, Self::new(self.config, limit), |bound| bound.deadline)
     }
 
     /// Runs a step. Fails with a timeout problem if it outlasts this bound.
     async fn run<T>(self, step: Step, work: impl Future<Output = T>) -> Result<T, Failure> {
-        let done = tokio::time::timeout_at(self.deadline, work).await;
-        done.map_err(|_| {
+        tokio::time::timeout_at(self.deadline, work).await.map_err(|_| {
             let found = format!("timed out after {} {}", rounded(self.limit), step.action);
             let problem = if [RESOLVE, CONNECT].contains(&step) {
                 unreachable_problem(self.config, step.code, found)

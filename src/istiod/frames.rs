@@ -207,8 +207,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Reader<T> {
                     (false, 1..) => Loss::NotHttp2,
                     _ => Loss::Ended,
                 };
-                let reason = "it closed the connection".to_owned();
-                this.report(Http2State::Closed(loss(reason)));
+                this.report(Http2State::Closed(loss("it closed the connection".to_owned())));
             }
             Ok(()) => {}
         }

@@ -41,9 +41,8 @@ struct State {
 impl Hosts {
     pub(super) fn new(mut config: Config) -> Self {
         let fallbacks = std::mem::take(&mut config.fallbacks);
-        let configs = std::iter::once(config).chain(fallbacks);
         Self {
-            configs: configs.map(Arc::new).collect(),
+            configs: std::iter::once(config).chain(fallbacks).map(Arc::new).collect(),
             state: Mutex::default(),
             switches: Mutex::default(),
         }
@@ -88,9 +87,10 @@ impl Hosts {
             return false;
         }
         let in_use = (state.in_use + 1) % self.configs.len();
-        let due = (in_use > 0).then(|| state.due.unwrap_or_else(return_time));
+        let due = if in_use > 0 { Some(state.due.unwrap_or_else(return_time)) } else { None };
         *state = State { in_use, due, ..State::default() };
-        let (from, to) = (&config.address, &self.configs[in_use].address);
+        let from = &config.address;
+        let to = &self.configs[in_use].address;
         let text = format!("switching control plane from {from} to {to}: {problem}");
         match self.switches.lock().failed(problem) {
             Some(count) => tracing::warn!(target: "xdsproxy", "{text}{count}"),

@@ -139,8 +139,7 @@ pub fn new(
 impl Shared {
     /// Returns the connection, unless it is known to be closed.
     fn connection(&self) -> Option<Connection> {
-        let current = self.connected.borrow();
-        current.as_ref().filter(|it| !it.is_closed()).cloned()
+        self.connected.borrow().as_ref().filter(|it| !it.is_closed()).cloned()
     }
 
     /// Makes the next call dial if this is the current connection. Its streams may finish.
@@ -180,8 +179,7 @@ impl Istiod {
         let _ = self.queue.send(Waiter { once, reply });
         result.await.unwrap_or_else(|_| {
             let found = "not connected, because the agent is stopping";
-            let config = self.shared.hosts.current();
-            Err(config.problem(codes::AGENT_STOPPING, found))
+            Err(self.shared.hosts.current().problem(codes::AGENT_STOPPING, found))
         })
     }
 
@@ -270,8 +268,8 @@ impl Istiod {
         unimplemented: &'static problem::Code,
         status: &tonic::Status,
     ) -> Problem {
-        let (config, token) = (self.shared.hosts.current(), self.shared.token.last());
-        refusal::explain(config, &token, unimplemented, status)
+        let token = self.shared.token.last();
+        refusal::explain(self.shared.hosts.current(), &token, unimplemented, status)
     }
 
     /// Waits until the file of the token may have changed. Cancel safe.
@@ -286,8 +284,8 @@ impl Istiod {
 
     /// Returns the headers of a call.
     pub(crate) fn headers(&self) -> HeaderMap {
-        let connection = self.shared.connection();
-        let has_certificate = connection.is_some_and(|it| it.has_client_certificate());
+        let has_certificate =
+            self.shared.connection().is_some_and(|it| it.has_client_certificate());
         let authorization = self.shared.token.authorization(has_certificate);
         self.shared.hosts.current().headers(authorization)
     }
@@ -309,14 +307,16 @@ impl Config {
         let Security::Tls(tls) = &self.security else {
             return None;
         };
-        let token_problem = || match &self.token {
+        if let Err(problem) = trust_anchors::read(&tls.roots) {
+            return Some(problem);
+        }
+        match &self.token {
             token::Source::File(path) if tls.client.is_none() => match token::read(path) {
                 Ok(token) => token.claims?.expiry_problem(path),
                 Err(problem) => Some(problem),
             },
             _ => None,
-        };
-        trust_anchors::read(&tls.roots).err().or_else(token_problem)
+        }
     }
 
     /// Returns the URI of a call: scheme and authority are always the same.
@@ -325,9 +325,8 @@ impl Config {
             Security::Plaintext => (Scheme::HTTP, self.address.clone()),
             Security::Tls(tls) => (Scheme::HTTPS, bracketed(&tls.server_name)),
         };
-        let builder = Uri::builder().scheme(scheme).authority(authority);
+        let uri = Uri::builder().scheme(scheme).authority(authority).path_and_query(path).build();
         // An invalid authority cannot be dialed either, so the placeholder is never sent.
-        let uri = builder.path_and_query(path).build();
         uri.unwrap_or_else(|_| Uri::from_static("http://istiod.invalid/"))
     }
 
@@ -338,8 +337,7 @@ impl Config {
             headers.append(name, value.clone());
         }
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
-        let grpc = HeaderValue::from_static("application/grpc");
-        headers.insert(header::CONTENT_TYPE, grpc);
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(header::USER_AGENT, HeaderValue::from_static(USER_AGENT));
         if let Some(value) = authorization {
             headers.insert(header::AUTHORIZATION, value);

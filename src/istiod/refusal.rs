@@ -56,7 +56,8 @@ pub fn explain(
         let found = format!("{found}; the {}: {}", problem.subject, problem.found);
         return config.problem(problem.code, found);
     }
-    let (identity, claims) = (&config.identity, token.claims.as_ref());
+    let identity = &config.identity;
+    let claims = token.claims.as_ref();
     if is_denied && let Some((namespace, account)) = claims.and_then(Claims::service_account) {
         for (setting, configured, in_token) in [
             ("POD_NAMESPACE", &identity.namespace, namespace),
@@ -66,8 +67,7 @@ pub fn explain(
                 let found = format!(
                     "{found}; {setting} is {configured:?}, and the token is for {in_token}"
                 );
-                let remedy = format!("set {setting} to {in_token}");
-                return config.problem(code, found).remedy(remedy);
+                return config.problem(code, found).remedy(format!("set {setting} to {in_token}"));
             }
         }
     }

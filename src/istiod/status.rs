@@ -116,11 +116,11 @@ impl Record {
         let mut problem = problem.clone();
         problem.found = problem.found.chars().take(MAX_ERROR).collect();
         let at = rfc3339(Clock::system().now());
-        let (since, code) = (at.clone(), problem.code.name);
+        let outage = Outage { since: at.clone(), until: None, code: problem.code.name };
         if self.last_error.lock().replace(Failure { at, problem }).is_none() {
             let mut outages = self.outages.lock();
             outages.truncate(MAX_OUTAGES - 1);
-            outages.push_front(Outage { since, until: None, code });
+            outages.push_front(outage);
         }
     }
 }

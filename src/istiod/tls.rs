@@ -15,6 +15,7 @@ use zeroize::Zeroizing;
 
 use crate::files::regular_file;
 use crate::problem::{Problem, codes};
+use crate::runtime::lifecycle::BoxError;
 use crate::trust::compliance::Policy;
 use crate::trust::key_pair::certified;
 use crate::trust::pem;
@@ -55,9 +56,9 @@ pub(crate) fn error(error: &io::Error) -> Option<&rustls::Error> {
 /// Reads the files. The error says why no handshake can be tried.
 pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     let name = ServerName::try_from(config.server_name.clone()).map_err(|_| {
-        let (subject, found) = ("name in istiod's certificate", &config.server_name);
+        let subject = "name in istiod's certificate";
         let expected = "a DNS name or an IP address";
-        Problem::value(codes::ISTIOD_SAN_INVALID, subject, found, expected)
+        Problem::value(codes::ISTIOD_SAN_INVALID, subject, &config.server_name, expected)
     })?;
     let roots = config.roots.clone();
     let anchors = trust_anchors::load(&roots).await?;
@@ -74,8 +75,7 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     };
     let (config, without_client) = match client.map(SingleCertAndKey::from) {
         Some(client) => {
-            let with_client = builder.with_client_cert_resolver(Arc::new(client));
-            (for_http2(with_client), Some(anonymous))
+            (for_http2(builder.with_client_cert_resolver(Arc::new(client))), Some(anonymous))
         }
         None => (anonymous, None),
     };
@@ -91,18 +91,23 @@ fn for_http2(mut tls: ClientConfig) -> Arc<ClientConfig> {
 /// fails if only the key is unusable.
 async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>, Problem> {
     let chain = match read_chain(&client.chain).await {
-        Ok(chain) => chain,
-        Err(problem) => {
-            tracing::warn!("{problem}");
+        Ok((chain, end)) if end >= SystemTime::now() => chain,
+        Ok(_) => {
+            tracing::warn!("cert expired, using token instead");
+            return Ok(None);
+        }
+        Err(why) => {
+            let path = client.chain.display();
+            tracing::warn!("cannot parse the cert chain, using token instead: {path}: {why}");
             return Ok(None);
         }
     };
-    let pem = regular_file::read_blocking(client.key.clone(), MAX_PEM).await;
-    let pem = pem.map_err(|error| unusable(&client.key, error))?;
+    let pem = regular_file::read_blocking(client.key.clone(), MAX_PEM)
+        .await
+        .map_err(|error| unusable(&client.key, error))?;
     let key = pem::first::<PrivateKeyDer>(&pem)
         .map_err(|error| unusable(&client.key, format!("no PEM private key: {error}")))?;
-    let pair = certified(chain, &Zeroizing::new(key));
-    pair.map(Some).map_err(|error| {
+    certified(chain, &Zeroizing::new(key)).map(Some).map_err(|error| {
         let key = client.key.display();
         unusable(&client.chain, format!("cannot be used with {key}: {error}"))
     })
@@ -112,22 +117,10 @@ fn unusable(path: &Path, why: impl ToString) -> Problem {
     Problem::new(codes::CLIENT_CERTIFICATE_UNUSABLE, path.display(), why)
 }
 
-async fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
-    let unusable = |why: String| {
-        let path = path.display();
-        format!("cannot parse the cert chain, using token instead: {path}: {why}")
-    };
-    let pem = regular_file::read_blocking(path.to_owned(), MAX_PEM)
-        .await
-        .map_err(|error| unusable(error.to_string()))?;
-    let chain = pem::items::<CertificateDer>(&pem)
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| unusable(error.to_string()))?;
-    let leaf =
-        chain.first().ok_or_else(|| unusable(format!("no certificate in {} bytes", pem.len())))?;
-    match not_after(leaf) {
-        None => Err(unusable("its first certificate is not X.509".to_owned())),
-        Some(end) if end < SystemTime::now() => Err("cert expired, using token instead".to_owned()),
-        Some(_) => Ok(chain),
-    }
+async fn read_chain(path: &Path) -> Result<(Vec<CertificateDer<'static>>, SystemTime), BoxError> {
+    let pem = regular_file::read_blocking(path.to_owned(), MAX_PEM).await?;
+    let chain = pem::items::<CertificateDer>(&pem).collect::<Result<Vec<_>, _>>()?;
+    let leaf = chain.first().ok_or_else(|| format!("no certificate in {} bytes", pem.len()))?;
+    let end = not_after(leaf).ok_or("its first certificate is not X.509")?;
+    Ok((chain, end))
 }

@@ -118,17 +118,18 @@ pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
     let file = regular_file::read(path, MAX_TOKEN)
         .map_err(|error| problem(codes::ISTIOD_TOKEN_MISSING, path, error))?;
     let token = file.trim_ascii();
-    let invalid = |found: String| problem(codes::ISTIOD_TOKEN_INVALID, path, found);
     if token.is_empty() {
-        return Err(invalid("the file is empty".to_owned()));
+        return Err(problem(codes::ISTIOD_TOKEN_INVALID, path, "the file is empty"));
     }
-    if let Some(position) = token.iter().position(|byte| !byte.is_ascii_graphic()) {
-        let byte = token[position];
+    if let Some((position, byte)) =
+        token.iter().enumerate().find(|(_, byte)| !byte.is_ascii_graphic())
+    {
         let found = format!("byte {byte:#04x} at position {position} is not allowed in a header");
-        return Err(invalid(found));
+        return Err(problem(codes::ISTIOD_TOKEN_INVALID, path, found));
     }
     let text = Zeroizing::new([b"Bearer ", token].concat());
-    let mut header = HeaderValue::from_bytes(&text).map_err(|error| invalid(error.to_string()))?;
+    let mut header = HeaderValue::from_bytes(&text)
+        .map_err(|error| problem(codes::ISTIOD_TOKEN_INVALID, path, error))?;
     header.set_sensitive(true);
     Ok(Token { header, claims: claims(token) })
 }
@@ -143,14 +144,14 @@ pub struct Claims(Map<String, Value>);
 
 impl Claims {
     pub(crate) fn expiry(&self) -> Option<SystemTime> {
-        let seconds = self.0.get("exp")?.as_f64()?;
-        let since_epoch = Duration::try_from_secs_f64(seconds).ok()?;
+        let since_epoch = Duration::try_from_secs_f64(self.0.get("exp")?.as_f64()?).ok()?;
         SystemTime::UNIX_EPOCH.checked_add(since_epoch)
     }
 
     /// Returns the problem of a token that has expired by this clock.
     pub(crate) fn expiry_problem(&self, path: &Path) -> Option<Problem> {
-        let (end, now) = (self.expiry()?, SystemTime::now());
+        let end = self.expiry()?;
+        let now = SystemTime::now();
         let ago = rounded(now.duration_since(end).ok()?);
         let [end, now] = [end, now].map(rfc3339);
         let found = format!("expired {ago} ago, at {end}; it is {now} here");
@@ -159,9 +160,7 @@ impl Claims {
 
     /// Returns namespace and name of a service account of Kubernetes.
     pub(crate) fn service_account(&self) -> Option<(&str, &str)> {
-        let subject = self.0.get("sub")?.as_str()?;
-        let account = subject.strip_prefix("system:serviceaccount:")?;
-        account.split_once(':')
+        self.0.get("sub")?.as_str()?.strip_prefix("system:serviceaccount:")?.split_once(':')
     }
 
     /// Returns the audiences; none if the token does not contain any.
@@ -176,7 +175,8 @@ impl Claims {
 /// Parses the claims of a JSON web token. Returns None for another kind of token.
 pub(crate) fn claims(token: &[u8]) -> Option<Claims> {
     let mut parts = token.split(|byte| *byte == b'.');
-    let (_, claims, _) = (parts.next()?, parts.next()?, parts.next()?);
+    let claims = parts.nth(1)?;
+    let _signature = parts.next()?;
     let claims = claims.split(|byte| *byte == b'=').next()?;
     let claims = Zeroizing::new(BASE64_URL_SAFE_NO_PAD.decode(claims).ok()?);
     serde_json::from_slice(&claims).ok().map(Claims)

@@ -147,9 +147,9 @@ impl Worker {
     ) -> Option<Result<(Connection, Driver), Failure>> {
         self.shared.record.count_dial();
         self.not_before = after(config.limits.least_between);
-        let (dialer, executor) = (self.dialer.clone(), self.tasks.executor());
-        let dial = async move { dial(config, &dialer, executor).await };
-        self.collect_during(dial).await
+        let dialer = self.dialer.clone();
+        let executor = self.tasks.executor();
+        self.collect_during(async move { dial(config, &dialer, executor).await }).await
     }
 
     /// Runs `work` to its end while more calls join the queue. Returns None once every handle is dropped.
@@ -177,8 +177,7 @@ impl Worker {
         // Not the connection: a copy of it would keep it open.
         let config = connection.config.clone();
         let address = config.address.clone();
-        let failures = self.failures.get_mut(&address);
-        if let Some(failures) = failures.and_then(Repetition::end) {
+        if let Some(failures) = self.failures.get_mut(&address).and_then(Repetition::end) {
             tracing::info!(target: "xdsproxy", "connected to istiod at {address} again; {failures}");
         }
         self.failures.clear();

@@ -27,8 +27,11 @@ pub fn split_lenient(address: &str) -> Option<(&str, u16)> {
 
 /// Splits an address into host and port, if the host has only characters that occur in names and IP addresses.
 pub fn split(address: &str) -> Option<(&str, u16)> {
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
     split_lenient(address).filter(|(host, _)| host.chars().all(is_allowed))
+}
+
+fn is_allowed(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "-._:%".contains(c)
 }
 
 /// Returns true if the text is `host:port` with a host that is an IP address or a DNS name.
@@ -58,8 +61,7 @@ pub fn is_private(host: &str) -> bool {
 impl Cidr {
     /// The range of a single address.
     pub const fn single(address: IpAddr) -> Self {
-        let prefix = if address.is_ipv4() { 32 } else { 128 };
-        Self { address, prefix }
+        Self { address, prefix: if address.is_ipv4() { 32 } else { 128 } }
     }
 
     /// Clears all bits after the prefix.

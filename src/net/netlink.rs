@@ -44,8 +44,7 @@ fn nft_chain(reply: &[u8]) -> Option<(u8, String, String)> {
     let (header, attributes) = reply.split_at_checked(4)?;
     let [table, name] = [1, 3].map(|kind| {
         let (_, name) = parts(attributes).find(|(found, _)| *found == kind)?;
-        let text = name.strip_suffix(b"\0").unwrap_or(name);
-        Some(String::from_utf8_lossy(text).into_owned())
+        Some(String::from_utf8_lossy(name.strip_suffix(b"\0").unwrap_or(name)).into_owned())
     });
     Some((header[0], table?, name?))
 }
@@ -85,7 +84,6 @@ fn ports_and_addresses(ends: [SocketAddr; 2]) -> Vec<u8> {
 fn owner_of(ends: [SocketAddr; 2], reply: &[u8]) -> Option<(u32, u32)> {
     /// Established, and the states after one side has shut down sending.
     const OPEN: [u8; 4] = [1, 4, 5, 8];
-    let number = |offset: usize| Some(u32::from_ne_bytes(*reply.get(offset..)?.first_chunk()?));
     let found = reply.get(4..40)?;
     // An IPv6 socket may have IPv4 addresses.
     let mapped = ends.map(|end| match end.ip() {
@@ -93,8 +91,13 @@ fn owner_of(ends: [SocketAddr; 2], reply: &[u8]) -> Option<(u32, u32)> {
         IpAddr::V6(_) => end,
     });
     let is_same = found == ports_and_addresses(ends) || found == ports_and_addresses(mapped);
-    let (user, inode) = (number(64)?, number(68)?);
+    let user = number(reply, 64)?;
+    let inode = number(reply, 68)?;
     (is_same && OPEN.contains(&reply[1]) && inode != 0).then_some((user, inode))
+}
+
+fn number(reply: &[u8], offset: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(*reply.get(offset..)?.first_chunk()?))
 }
 
 /// Iterates over kinds and values of attributes, up to one that is truncated.
@@ -117,20 +120,21 @@ pub(crate) fn request(
     flags: u16,
     body: &[u8],
 ) -> io::Result<Vec<Vec<u8>>> {
-    let (family, cloexec) = (AddressFamily::NETLINK, SocketFlags::CLOEXEC);
-    let socket = socket_with(family, SocketType::RAW, cloexec, protocol)?;
+    let socket =
+        socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, protocol)?;
     set_socket_timeout(&socket, Timeout::Recv, Some(LIMIT))?;
     let sequence = fastrand::u32(..).to_ne_bytes();
-    let message = message(kind, flags, sequence, body);
-    send(&socket, &message, SendFlags::empty())?;
-    let (mut replies, mut total) = (Vec::new(), 0);
+    send(&socket, &message(kind, flags, sequence, body), SendFlags::empty())?;
+    let mut replies = Vec::new();
+    let mut total = 0;
     let mut buffer = vec![0; 32 << 10];
     while total < MAX_REPLIES {
         let (length, _) = recv(&socket, buffer.as_mut_slice(), RecvFlags::empty())?;
         total += length;
         let mut rest = &buffer[..length];
         while !rest.is_empty() {
-            let (kind, [replied, payload, after]) = split(rest)?;
+            let (kind, [replied, payload, after]) =
+                split(rest).ok_or_else(|| io::Error::other("the kernel's answer is truncated"))?;
             rest = after;
             match kind {
                 // Another process may send to this socket.
@@ -157,14 +161,11 @@ fn message(kind: u16, flags: u16, sequence: [u8; 4], body: &[u8]) -> Vec<u8> {
 }
 
 /// Splits off the first message: its kind, sequence number and payload, and the messages behind it.
-fn split(bytes: &[u8]) -> io::Result<(u16, [&[u8]; 3])> {
-    let message = || {
-        let length = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
-        let kind = u16::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
-        let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some((kind, [bytes.get(8..12)?, bytes.get(16..length)?, rest]))
-    };
-    message().ok_or_else(|| io::Error::other("the kernel's answer is truncated"))
+fn split(bytes: &[u8]) -> Option<(u16, [&[u8]; 3])> {
+    let length = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
+    let kind = u16::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
+    let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+    Some((kind, [bytes.get(8..12)?, bytes.get(16..length)?, rest]))
 }
 
 /// Reads the last reply to a request, a negative errno or 0 for success.
@@ -174,8 +175,7 @@ fn outcome(payload: &[u8]) -> io::Result<()> {
     match error.kind() {
         _ if number >= 0 => Ok(()),
         kind @ io::ErrorKind::PermissionDenied => {
-            let text = "this container lacks the capability NET_ADMIN";
-            Err(io::Error::new(kind, text))
+            Err(io::Error::new(kind, "this container lacks the capability NET_ADMIN"))
         }
         _ => Err(error),
     }
@@ -265,7 +265,7 @@ mod tests {
         #[test]
         fn bytes_of_any_kind_are_split_or_cut(bytes: Vec<u8>) {
             let mut rest = &bytes[..];
-            while let Ok((_, [_, _, after])) = split(rest) {
+            while let Some((_, [_, _, after])) = split(rest) {
                 prop_assert!(after.len() < rest.len());
                 rest = after;
             }

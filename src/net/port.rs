@@ -44,8 +44,10 @@ fn socket(list: &str, port: u16) -> Option<String> {
 fn listening(list: &str) -> impl Iterator<Item = (&str, String)> {
     list.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
-        let (address, state, inode) = (words.nth(1)?, words.nth(1)?, words.nth(5)?);
-        (state == "0A").then(|| (address, format!("socket:[{inode}]")))
+        let address = words.nth(1)?;
+        let is_listening = words.nth(1)? == "0A";
+        let inode = words.nth(5)?;
+        is_listening.then(|| (address, format!("socket:[{inode}]")))
     })
 }
 

@@ -22,13 +22,24 @@ pub struct Keep {
     pub looked_up: bool,
 }
 
+/// Why there is no `Sidecar` resource.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the pods are in the namespaces {0} and {1}, expected pods of one workload")]
+    OtherNamespace(String, String),
+    #[error("--keep is {0:?}, expected <namespace>/<host>, such as istio-system/*")]
+    KeepInvalid(String),
+    #[error(
+        "the pods {} do not have a label in common, which a Sidecar resource needs to select them; without a selector \
+         it would apply to the whole namespace", .0.join(", ")
+    )]
+    NoCommonLabel(Vec<String>),
+}
+
 /// Adds the services that another pod used, or the same one at another time.
-pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, String> {
+pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
     if other.namespace != merged.namespace {
-        let (one, another) = (merged.namespace, other.namespace);
-        return Err(format!(
-            "the pods are in the namespaces {one} and {another}, expected pods of one workload"
-        ));
+        return Err(Error::OtherNamespace(merged.namespace, other.namespace));
     }
     merged.labels.retain(|name, value| other.labels.get(name) == Some(value));
     merged.pods.extend(other.pods);
@@ -51,19 +62,12 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, String> {
 }
 
 /// Writes the resource for the services that were used, with comments.
-pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
+pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, Error> {
     if let Some(wrong) = keep.hosts.iter().find(|host| !host.contains('/')) {
-        return Err(format!(
-            "--keep is {wrong:?}, expected <namespace>/<host>, such as istio-system/*"
-        ));
+        return Err(Error::KeepInvalid(wrong.clone()));
     }
     if usage.labels.is_empty() {
-        let names: Vec<_> = usage.pods.iter().map(|pod| pod.name.as_str()).collect();
-        return Err(format!(
-            "the pods {} do not have a label in common, which a Sidecar resource needs to select them; without a \
-             selector it would apply to the whole namespace",
-            names.join(", ")
-        ));
+        return Err(Error::NoCommonLabel(usage.pods.iter().map(|pod| pod.name.clone()).collect()));
     }
     let mut hosts: BTreeSet<_> = keep.hosts.iter().cloned().collect();
     let namespaces = keep.hosts.iter().filter_map(|host| host.strip_suffix("/*"));
@@ -85,9 +89,10 @@ pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, String> {
         // `~/*` stands for no service.
         hosts.insert("~/*".to_owned());
     }
-    let labels = usage.labels.iter();
-    let label_lines =
-        labels.map(|(name, value)| format!("      {}: {}\n", json!(name), json!(value)));
+    let label_lines = usage
+        .labels
+        .iter()
+        .map(|(name, value)| format!("      {}: {}\n", json!(name), json!(value)));
     let host_lines = hosts.iter().map(|host| format!("    - {}\n", json!(host)));
     let workload = match usage.workload.as_str() {
         "" => usage.labels.values().next().map_or("", String::as_str),
@@ -154,19 +159,20 @@ fn comments(usage: &Usage, keep: &Keep, left_out: &[&Service]) -> Vec<String> {
             lines.push(format!("Warning: pod {:?}: {warning}", pod.name));
         }
     }
-    let services = usage.services.iter();
-    let wildcards = services.filter(|it| it.host.starts_with('*') && it.is_used());
-    lines.extend(wildcards.map(|service| {
-        let host = &service.host;
-        format!("Warning: {host:?} is not narrowed down: the command does not know which of its hosts are used.")
-    }));
-    let services = usage.services.iter();
-    let asked = services.filter(|it| it.is_asked && !it.is_used());
+    for Service { host, .. } in
+        usage.services.iter().filter(|it| it.host.starts_with('*') && it.is_used())
+    {
+        lines.push(format!(
+            "Warning: {host:?} is not narrowed down: the command does not know which of its hosts are used."
+        ));
+    }
     let action = if keep.looked_up { "kept" } else { "left out" };
-    lines.extend(asked.map(|service| {
+    for service in usage.services.iter().filter(|it| it.is_asked && !it.is_used()) {
         let host = service.egress_host();
-        format!("Looked up but not connected to, {action}: {host:?}. A VirtualService may send its requests elsewhere.")
-    }));
+        lines.push(format!(
+            "Looked up but not connected to, {action}: {host:?}. A VirtualService may send its requests elsewhere."
+        ));
+    }
     lines
 }
 

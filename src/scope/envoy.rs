@@ -65,14 +65,18 @@ struct Stat {
 
 impl From<ClusterStatus> for Counters {
     fn from(status: ClusterStatus) -> Self {
-        let hosts = status.host_statuses.iter().flatten();
-        let stats = hosts.filter_map(|host| host.stats.as_ref()).flatten();
-        let sum = |counter: &str| {
-            let matching = stats.clone().filter(|stat| stat.name == counter);
-            let values = matching.filter_map(|stat| stat.value.as_ref()?.parse::<u64>().ok());
-            values.sum()
-        };
-        Self { connections: sum("cx_total"), requests: sum("rq_total"), cluster: status.name }
+        let mut counters = Self { cluster: status.name, connections: 0, requests: 0 };
+        for host in status.host_statuses.into_iter().flatten() {
+            for stat in host.stats.into_iter().flatten() {
+                let value = stat.value.and_then(|value| value.parse().ok()).unwrap_or(0);
+                match stat.name.as_str() {
+                    "cx_total" => counters.connections += value,
+                    "rq_total" => counters.requests += value,
+                    _ => {}
+                }
+            }
+        }
+        counters
     }
 }
 
@@ -87,15 +91,21 @@ pub(super) struct Outbound {
 
 impl From<Value> for Outbound {
     fn from(dump: Value) -> Self {
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let cluster = text(&dump["cluster"]["name"]);
         let list = dump.pointer("/cluster/metadata/filter_metadata/istio/services");
-        let all = list.and_then(Value::as_array).into_iter().flatten();
-        let services = all
-            .filter(|_| cluster.starts_with("outbound|"))
-            .map(|service| (text(&service["namespace"]), text(&service["host"])));
-        Self { services: services.collect(), cluster }
+        let services = match list.and_then(Value::as_array) {
+            Some(services) if cluster.starts_with("outbound|") => services
+                .iter()
+                .map(|service| (text(&service["namespace"]), text(&service["host"])))
+                .collect(),
+            _ => Vec::new(),
+        };
+        Self { services, cluster }
     }
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
 }
 
 impl Admin {
@@ -122,17 +132,18 @@ impl Admin {
     /// Returns the bytes that Envoy has allocated.
     pub(super) async fn memory(&self) -> Result<u64, Error> {
         let page: Value = self.stream("/memory").await?;
-        let allocated = page["allocated"].as_str().and_then(|it| it.parse().ok());
-        Ok(allocated.unwrap_or_default())
+        Ok(page["allocated"].as_str().and_then(|it| it.parse().ok()).unwrap_or_default())
     }
 
     /// Returns true if connections to no service are blocked.
     pub(super) async fn is_registry_only(&self) -> Result<bool, Error> {
         let path = "/config_dump?resource=dynamic_listeners&name_regex=^virtualOutbound$";
         let page: Value = self.stream(path).await?;
-        let list = page.pointer("/configs/0/active_state/listener/filter_chains");
-        let chains = list.and_then(Value::as_array).into_iter().flatten();
-        let mut filters = chains
+        let mut filters = page
+            .pointer("/configs/0/active_state/listener/filter_chains")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
             .filter(|chain| chain["name"] == CATCH_ALL)
             .filter_map(|chain| chain["filters"].as_array())
             .flatten();
@@ -143,21 +154,26 @@ impl Admin {
     /// none in Envoys without Istio's filters.
     pub(super) async fn unknown_service_counts(&self) -> Result<[u64; 2], Error> {
         let path = "/stats/prometheus?usedonly&filter=(PassthroughCluster|BlackHoleCluster)";
-        let failed = |source| Error { path, source };
-        let mut body = self.open(path).await.map_err(failed)?;
-        let collected = timeout_at(self.until, body.collect(MAX_METRICS)).await;
-        let bytes =
-            collected.map_err(|late| failed(late.into()))?.map_err(|error| failed(error.into()))?;
-        let page = String::from_utf8_lossy(&bytes);
+        let page = self.metrics(path).await.map_err(|source| Error { path, source })?;
+        let page = String::from_utf8_lossy(&page);
         let families = ["istio_requests_total{", "istio_tcp_connections_opened_total{"];
         let samples =
             page.lines().filter(|line| families.iter().any(|family| line.starts_with(family)));
-        Ok([PASSTHROUGH, BLACK_HOLE].map(|cluster| {
-            let label = format!("destination_service_name=\"{cluster}\"");
-            let matching = samples.clone().filter(|line| line.contains(&label));
-            let values = matching.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
-            values.sum()
-        }))
+        let mut counts = [0; 2];
+        for line in samples {
+            let value = line.rsplit(' ').next().and_then(|value| value.parse::<u64>().ok());
+            for (cluster, count) in [PASSTHROUGH, BLACK_HOLE].into_iter().zip(&mut counts) {
+                if line.contains(&format!("destination_service_name=\"{cluster}\"")) {
+                    *count += value.unwrap_or(0);
+                }
+            }
+        }
+        Ok(counts)
+    }
+
+    async fn metrics(&self, path: &'static str) -> Result<Bytes, BoxError> {
+        let mut body = self.open(path).await?;
+        Ok(timeout_at(self.until, body.collect(MAX_METRICS)).await??)
     }
 
     /// Parses JSON while it arrives, on a blocking thread, because that takes a while.
@@ -165,8 +181,15 @@ impl Admin {
         &self,
         path: &'static str,
     ) -> Result<T, Error> {
-        let failed = |source| Error { path, source };
-        let (body, until) = (self.open(path).await.map_err(failed)?, self.until);
+        self.parse(path).await.map_err(|source| Error { path, source })
+    }
+
+    async fn parse<T: DeserializeOwned + Send + 'static>(
+        &self,
+        path: &'static str,
+    ) -> Result<T, BoxError> {
+        let body = self.open(path).await?;
+        let until = self.until;
         let chunks = stream::unfold(body, move |mut body| async move {
             let chunk = match timeout_at(until, body.chunk()).await {
                 Ok(chunk) => chunk?.map_err(io::Error::other),
@@ -175,9 +198,8 @@ impl Admin {
             Some((chunk, body))
         });
         let page = SyncIoBridge::new(StreamReader::new(Box::pin(chunks)));
-        let parse = move || serde_json::from_reader(BufReader::new(page));
-        let parsed = tokio::task::spawn_blocking(parse).await;
-        parsed.map_err(|panic| failed(panic.into()))?.map_err(|error| failed(error.into()))
+        let parsed = tokio::task::spawn_blocking(|| serde_json::from_reader(BufReader::new(page)));
+        Ok(parsed.await??)
     }
 
     async fn open(&self, path: &'static str) -> Result<Body, BoxError> {

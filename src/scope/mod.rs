@@ -125,38 +125,35 @@ pub async fn observe(sources: &Sources) -> Result<Usage, BoxError> {
     let started = envoy.snapshot().started.ok_or(no_envoy)?;
     let admin = Admin { address: envoy.admin().address, until: clock::after(LIMIT) };
     let clusters = admin.counters().await?.into_iter();
-    let counters = clusters.map(|it| (it.cluster, (it.connections, it.requests)));
-    let by_cluster: HashMap<_, _> = counters.collect();
+    let by_cluster: HashMap<_, _> =
+        clusters.map(|it| (it.cluster, (it.connections, it.requests))).collect();
     let counted = |cluster: &str| by_cluster.get(cluster).copied().unwrap_or_default();
     let asked = sources.dns.as_ref().map(Dns::queried_hosts);
     let services = services(&admin.outbound().await?, counted, asked.iter().flatten());
     let [passthrough, black_hole] = admin.unknown_service_counts().await?;
-    let highest = |cluster: &str, metric: u64| {
-        let (connections, requests) = counted(cluster);
-        metric.max(connections).max(requests)
-    };
-    let text = |name: &str| {
-        let member = node.metadata.get(name).and_then(Value::as_str);
-        member.unwrap_or_default().to_owned()
-    };
+    let text = |name: &str| node.metadata.get(name).and_then(Value::as_str).unwrap_or_default();
     let observed = SystemTime::now().duration_since(started);
     let pod = Pod {
-        name: text("NAME"),
+        name: text("NAME").to_owned(),
         observed_seconds: observed.unwrap_or_default().as_secs(),
-        passthrough: highest(PASSTHROUGH, passthrough),
-        black_hole: highest(BLACK_HOLE, black_hole),
+        passthrough: highest(counted(PASSTHROUGH), passthrough),
+        black_hole: highest(counted(BLACK_HOLE), black_hole),
         is_registry_only: admin.is_registry_only().await?,
         has_dns: asked.is_some(),
     };
     Ok(Usage {
-        namespace: text("NAMESPACE"),
-        workload: text("WORKLOAD_NAME"),
+        namespace: text("NAMESPACE").to_owned(),
+        workload: text("WORKLOAD_NAME").to_owned(),
         labels: labels(node.metadata.get("LABELS")),
         pods: vec![pod],
         services,
         bytes_per_cluster: bytes_per_cluster(&sources.discovery),
         envoy_bytes: admin.memory().await?,
     })
+}
+
+fn highest((connections, requests): (u64, u64), metric: u64) -> u64 {
+    metric.max(connections).max(requests)
 }
 
 /// Sums up the counters of each service's clusters, and marks services whose names were looked up. A host may be in

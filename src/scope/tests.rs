@@ -151,12 +151,14 @@ fn merged_pods_have_the_services_any_of_them_used_and_their_common_labels() {
     let mut other = usage(&[]);
     other.namespace = "bank".to_owned();
     let refused = merge(first.clone(), other);
-    assert!(refused.is_err_and(|error| error.contains("pods of one workload")));
+    assert!(refused.is_err_and(|error| error.to_string().contains("pods of one workload")));
     let mut unlike = usage(&[]);
     unlike.labels = [("app".to_owned(), "web".to_owned())].into();
     let merged = merge(first, unlike).expect("one namespace");
     let refused = advice::sidecar(&merged, &KEEP_LOOKED_UP);
-    assert!(refused.is_err_and(|error| error.contains("do not have a label in common")));
+    assert!(
+        refused.is_err_and(|error| error.to_string().contains("do not have a label in common"))
+    );
 }
 
 #[test]

@@ -10,9 +10,8 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use parking_lot::Mutex;
-use rustls::client::danger::ServerCertVerifier;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem};
-use rustls::sign::SingleCertAndKey;
+use rustls::pki_types::pem;
+use rustls::sign::CertifiedKey;
 use serde::Deserialize;
 use tokio::task::{JoinError, spawn_blocking};
 use zeroize::Zeroizing;
@@ -20,12 +19,8 @@ use zeroize::Zeroizing;
 use crate::files::regular_file;
 use crate::json;
 use crate::net::http_client::{Client, Config, Redirects};
-use crate::net::unverified_tls;
-use crate::trust::chain_verifier::OneOf;
-use crate::trust::compliance::Policy;
-use crate::trust::key_pair::certified;
-use crate::trust::pem::{first, items};
-use crate::trust::trust_anchors;
+use crate::trust::key_pair::{self, Unusable};
+use crate::trust::{tls_client, trust_anchors};
 
 /// The largest file.
 const MAX_FILE: u64 = 1 << 20;
@@ -57,7 +52,7 @@ pub(super) enum Error {
     #[error("cannot read {}", .path.display())]
     File { path: PathBuf, source: io::Error },
     #[error("{}: {why}", .path.display())]
-    Roots { path: PathBuf, why: String },
+    Roots { path: PathBuf, why: trust_anchors::Error },
     #[error("{} has no PEM certificates", .path.display())]
     Chain { path: PathBuf, source: pem::Error },
     #[error("{} has no PEM key", .path.display())]
@@ -136,32 +131,25 @@ impl Content {
 }
 
 fn tls([roots, chain, key]: &Contents) -> Result<Arc<rustls::ClientConfig>, Error> {
-    let verifier: Arc<dyn ServerCertVerifier> = match roots {
-        None => unverified_tls::verifier(),
+    let roots = match roots {
         Some(Content { path, pem }) => {
             let roots = trust_anchors::parse(path, pem, SystemTime::now());
-            let roots = roots.map_err(|why| Error::Roots { path: path.clone(), why })?;
-            // The server is at the loopback address.
-            Arc::new(OneOf { roots, names: Vec::new() })
+            Some(roots.map_err(|why| Error::Roots { path: path.clone(), why })?)
         }
+        None => None,
     };
-    let builder = Policy::None.builder()?.dangerous().with_custom_certificate_verifier(verifier);
-    let mut config = match (chain, key) {
-        (Some(chain), Some(key)) => builder.with_client_cert_resolver(Arc::new(pair(chain, key)?)),
-        _ => builder.with_no_client_auth(),
+    let pair = match (chain, key) {
+        (Some(chain), Some(key)) => Some(pair(chain, key)?),
+        _ => None,
     };
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    Ok(config.into())
+    // The server is at the loopback address, so its names do not matter.
+    Ok(tls_client::config(roots, Vec::new(), pair, vec![b"http/1.1".to_vec()])?.into())
 }
 
-fn pair(chain: &Content, key: &Content) -> Result<SingleCertAndKey, Error> {
-    let certificates: Result<Vec<_>, _> = items::<CertificateDer>(&chain.pem).collect();
-    let certificates =
-        certificates.map_err(|source| Error::Chain { path: chain.path.clone(), source })?;
-    let key = first::<PrivateKeyDer>(&key.pem)
-        .map_err(|source| Error::Key { path: key.path.clone(), source })?;
-    match certified(certificates, &Zeroizing::new(key)) {
-        Ok(pair) => Ok(pair.into()),
-        Err(source) => Err(Error::Pair { path: chain.path.clone(), source }),
-    }
+fn pair(chain: &Content, key: &Content) -> Result<CertifiedKey, Error> {
+    key_pair::from_pem(&chain.pem, &key.pem).map_err(|unusable| match unusable {
+        Unusable::Chain(source) => Error::Chain { path: chain.path.clone(), source },
+        Unusable::Key(source) => Error::Key { path: key.path.clone(), source },
+        Unusable::Pair(source) => Error::Pair { path: chain.path.clone(), source },
+    })
 }

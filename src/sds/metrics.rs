@@ -2,7 +2,7 @@
 
 use super::Rejections;
 use crate::metrics::{Counter, Gauge, Kind, Registry};
-use crate::problem::{Problem, codes};
+use crate::problem::codes;
 
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
@@ -22,9 +22,9 @@ impl Metrics {
             Kind::Gauge,
             &[],
             move |report| {
-                let is_missing = |it: &&Problem| it.code == codes::SECRET_REFUSED;
-                let missing = rejected.lock().values().filter(is_missing).count();
-                report(&[], missing as f64);
+                let rejected = rejected.lock();
+                let missing = rejected.values().filter(|it| it.code == codes::SECRET_REFUSED);
+                report(&[], missing.count() as f64);
             },
         );
         let sds = |name, help| registry.counters(name, help, &["type"]).with(["sds"]);

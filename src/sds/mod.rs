@@ -96,8 +96,8 @@ pub fn serve(
             "Starting SDS server for {what}, will listen on {:?}",
             listener.path()
         );
-        let server = SecretDiscoveryServiceServer::new(service);
-        let server = server.max_decoding_message_size(MAX_REQUEST);
+        let server =
+            SecretDiscoveryServiceServer::new(service).max_decoding_message_size(MAX_REQUEST);
         listener.serve(TowerToHyperService::new(server), shutdown).await;
     }
 }
@@ -111,8 +111,7 @@ impl SecretDiscoveryService for Service {
         &self,
         requests: tonic::Request<Streaming<DiscoveryRequest>>,
     ) -> Result<tonic::Response<Self::StreamSecretsStream>, Status> {
-        let responses = Stream::new(self).responses(requests.into_inner());
-        Ok(tonic::Response::new(Box::pin(responses)))
+        Ok(tonic::Response::new(Box::pin(Stream::new(self).responses(requests.into_inner()))))
     }
 
     async fn delta_secrets(

@@ -10,7 +10,9 @@ use envoy_types::pb::google::protobuf::Any;
 use prost::Message;
 use rustls::pki_types::CertificateRevocationListDer as CrlDer;
 use tls::{CertificateValidationContext, TlsCertificate, secret};
-use x509_parser::prelude::{ASN1Time, CertificateRevocationList as Crl, FromDer, X509Name};
+use x509_parser::prelude::{
+    ASN1Time, CertificateRevocationList as Crl, FromDer, X509Certificate, X509Name,
+};
 
 use super::key_provider::KeyProvider;
 use crate::files::regular_file;
@@ -59,8 +61,7 @@ pub(super) async fn read_crl(path: &Path) -> Option<DataSource> {
         specifier: Some(Specifier::Filename(path.to_string_lossy().into())),
         ..Default::default()
     };
-    let read = regular_file::read_blocking(path.to_owned(), MAX_PEM).await;
-    Some(match read {
+    Some(match regular_file::read_blocking(path.to_owned(), MAX_PEM).await {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
         Ok(content) if matches!(content.trim_ascii(), b"" | b"null") => return None,
         Ok(der) if matches!(Crl::from_der(&der), Ok(([], _))) => {
@@ -89,16 +90,10 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
     let lists = Vec::from_iter(ders.iter().flat_map(|der| Crl::from_der(der)));
     let links = Vec::from_iter(chain.iter().filter_map(parse));
     let now = ASN1Time::now();
-    let is_valid = |list: &Crl<'_>, issuer: &X509Name<'_>| {
-        let (text, signature) = (list.tbs_cert_list.as_ref(), &list.signature_value.data);
-        let mut signers = links.iter().filter(|it| it.subject() == issuer).peekable();
-        list.issuer() == issuer
-            && (list.last_update() <= now && list.next_update().is_none_or(|end| end >= now))
-            // The chain may lack its root.
-            && (signers.peek().is_none() || signers.any(|it| verifies(it, text, signature)))
-    };
-    let mut issuers = links.iter().map(|link| link.issuer());
-    let without_list = issuers.find(|issuer| !lists.iter().any(|(_, list)| is_valid(list, issuer)));
+    let without_list = links
+        .iter()
+        .map(|link| link.issuer())
+        .find(|issuer| !lists.iter().any(|(_, list)| is_valid(list, issuer, &links, now)));
     let mut found = match without_list {
         Some(issuer) => format!("no valid list of {issuer}"),
         None if lists.is_empty() => "no list".to_owned(),
@@ -113,6 +108,21 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
         _ => codes::REVOCATION_LIST_UNUSABLE,
     };
     Some(Problem::new(code, path.display(), found))
+}
+
+/// Returns true if a list is in force and the issuer has signed it. `links` is the chain, which may lack its root.
+fn is_valid(
+    list: &Crl<'_>,
+    issuer: &X509Name<'_>,
+    links: &[X509Certificate<'_>],
+    now: ASN1Time,
+) -> bool {
+    let text = list.tbs_cert_list.as_ref();
+    let signature = &list.signature_value.data;
+    let mut signers = links.iter().filter(|it| it.subject() == issuer).peekable();
+    list.issuer() == issuer
+        && (list.last_update() <= now && list.next_update().is_none_or(|end| end >= now))
+        && (signers.peek().is_none() || signers.any(|it| verifies(it, text, signature)))
 }
 
 impl Resource<'_> {

@@ -84,7 +84,8 @@ impl StateOfTheWorld {
             before.clear();
         }
         let begins = before.is_empty() || self.nonce.is_none();
-        let (mut unserved, mut added) = (None, Vec::new());
+        let mut unserved = None;
+        let mut added = Vec::new();
         for text in texts {
             match self.parse(text) {
                 Ok(name) => {
@@ -127,8 +128,7 @@ impl StateOfTheWorld {
 
     /// Returns the names of which nothing has been sent yet.
     pub(super) fn unsent(&self) -> impl Iterator<Item = &Name> {
-        let names = self.names.iter();
-        names.filter_map(|(name, sent)| sent.is_none().then_some(name))
+        self.names.iter().filter_map(|(name, sent)| if sent.is_none() { Some(name) } else { None })
     }
 
     /// Returns the response that is due, if any, and marks it as sent. It has all newly requested names, or
@@ -138,7 +138,8 @@ impl StateOfTheWorld {
         lookup: &Lookup<'_>,
         empty: impl FnOnce() -> DiscoveryResponse,
     ) -> Option<DiscoveryResponse> {
-        let (mut due, mut changed) = (Vec::new(), None);
+        let mut due = Vec::new();
+        let mut changed = None;
         for (name, sent) in &mut self.names {
             match lookup(name) {
                 Some(now) if sent.is_none() => due.push((name, sent, now)),
@@ -181,9 +182,10 @@ impl StateOfTheWorld {
         &mut self,
         request: &'a DiscoveryRequest,
     ) -> Option<&'a [String]> {
-        let (id, nonce) = (self.id, &request.response_nonce);
+        let id = self.id;
+        let nonce = &request.response_nonce;
         // Before the first response, a nonce is one of an earlier stream, and the request subscribes.
-        let latest = self.nonce.as_ref().filter(|_| !self.names.is_empty());
+        let latest = if self.names.is_empty() { None } else { self.nonce.as_ref() };
         // The version may come from an earlier stream.
         self.has_version |= !request.version_info.is_empty();
         if let Some(error) = &request.error_detail {
@@ -237,7 +239,9 @@ impl StateOfTheWorld {
 
     /// Logs the end of the stream.
     pub(super) fn report_end(&self, status: &Status) {
-        let (id, code, message) = (self.id, status.code(), status.message());
+        let id = self.id;
+        let code = status.code();
+        let message = status.message();
         match code {
             // These are the codes when Envoy closes the stream or exits.
             Code::Cancelled | Code::Unavailable | Code::DeadlineExceeded => {

@@ -45,7 +45,8 @@ impl Stream {
     pub(super) fn new(service: &Service) -> Self {
         let id = service.streams.fetch_add(1, Ordering::Relaxed) + 1;
         tracing::info!(target: "ads", "ADS: new connection for node:{id}");
-        let (sources, metrics) = (&service.sources, service.metrics.clone());
+        let sources = &service.sources;
+        let metrics = service.metrics.clone();
         Self {
             protocol: StateOfTheWorld::new(id, metrics, sources.serves_workload),
             service: service.clone(),
@@ -57,8 +58,7 @@ impl Stream {
 
     /// Applies a request: from now on, secrets of its names are wanted. An error is the status to end the stream with.
     fn apply(&mut self, request: &DiscoveryRequest) -> Result<(), Status> {
-        let metrics = &self.protocol.metrics;
-        metrics.largest_request.raise(request.encoded_len() as f64);
+        self.protocol.metrics.largest_request.raise(request.encoded_len() as f64);
         self.protocol.apply(request)?;
         self.secrets.want(self.protocol.names().cloned().collect());
         let mut names = self.protocol.unsent();
@@ -76,13 +76,13 @@ impl Stream {
 
     /// Returns the response that is due, if any.
     fn due_response(&mut self) -> Option<DiscoveryResponse> {
-        let (sources, crl) = (&self.service.sources, &self.crl);
+        let sources = &self.service.sources;
         let lookup = |name: &Name| {
             Some(Resource {
                 secret: self.secrets.get(name).available()?,
                 options: &sources.options,
                 // The CRL belongs to the workload's own roots. Other roots are used without one.
-                crl: crl.clone().filter(|_| sources.files.are_own_roots(name)),
+                crl: if sources.files.are_own_roots(name) { self.crl.clone() } else { None },
             })
         };
         let empty = || {
@@ -110,12 +110,13 @@ impl Stream {
     /// Reads the CRL if it belongs to a name and its file has changed, and logs what is wrong with it. Returns the wait
     /// before the next check.
     async fn read_crl(&mut self) -> Duration {
-        let (mut names, sources) = (self.protocol.names(), &self.service.sources);
-        let has_own_roots = names.any(|name| sources.files.are_own_roots(name));
-        let path = sources.options.crl.clone();
-        let Some(path) = path.filter(|_| has_own_roots) else {
+        let sources = &self.service.sources;
+        let Some(path) = sources.options.crl.clone() else {
             return Duration::MAX;
         };
+        if !self.protocol.names().any(|name| sources.files.are_own_roots(name)) {
+            return Duration::MAX;
+        }
         let metadata = tokio::fs::metadata(&path).await;
         let file = metadata.and_then(|file| Ok((file.modified()?, file.len())));
         let chain = match self.secrets.get(&Name::Default) {
@@ -130,8 +131,8 @@ impl Stream {
             tracing::debug!(target: "sds", "CRL is not configured, {} cannot be read", path.display());
         }
         let crl = resource::read_crl(&path).await;
-        let check = move || resource::revocation_problem(&path, &chain);
-        if let Ok(Some(problem)) = tokio::task::spawn_blocking(check).await {
+        let checking = move || resource::revocation_problem(&path, &chain);
+        if let Ok(Some(problem)) = tokio::task::spawn_blocking(checking).await {
             tracing::error!(target: "sds", "{problem}");
         }
         (self.crl, self.crl_stamp) = (crl, stamp);
@@ -144,11 +145,14 @@ impl Stream {
         self,
         requests: Streaming<DiscoveryRequest>,
     ) -> impl tokio_stream::Stream<Item = Result<DiscoveryResponse, Status>> + Send {
-        let open = (self, requests);
-        futures_util::stream::try_unfold(open, |(mut stream, mut requests)| async move {
-            let response = stream.answer(&mut requests).await?;
-            Ok::<_, Status>(response.map(|it| (it, (stream, requests))))
-        })
+        futures_util::stream::try_unfold(
+            (self, requests),
+            |(mut stream, mut requests)| async move {
+                Ok::<_, Status>(
+                    stream.answer(&mut requests).await?.map(|it| (it, (stream, requests))),
+                )
+            },
+        )
     }
 
     /// Applies requests until a response is due. Returns None when Envoy has closed the stream, and fails with the

@@ -59,9 +59,8 @@ impl CertificateCache {
     /// Reads the cached certificate, if it can be used, and when it was issued.
     pub(super) async fn restore(self, now: SystemTime) -> Option<(Workload, SystemTime)> {
         let directory = self.subject();
-        let loading = tokio::task::spawn_blocking(move || self.load(now)).await;
-        let loaded = loading.unwrap_or_else(|error| Err(error.into()));
-        loaded.unwrap_or_else(|error| {
+        let loaded = tokio::task::spawn_blocking(move || self.load(now)).await;
+        loaded.unwrap_or_else(|error| Err(error.into())).unwrap_or_else(|error| {
             let problem = Problem::new(codes::CERTIFICATE_CACHE_UNUSABLE, directory, error);
             tracing::warn!(target: "cache", "{problem}");
             None
@@ -76,23 +75,27 @@ impl CertificateCache {
         issued: SystemTime,
     ) -> Option<Problem> {
         let directory = self.subject();
-        let store = move || self.store(workload.certificate.key_pem(), response, issued);
-        let stored = tokio::task::spawn_blocking(store).await;
-        let error = stored.unwrap_or_else(|error| Err(error.into())).err()?;
+        let error = tokio::task::spawn_blocking(move || {
+            self.store(workload.certificate.key_pem(), response, issued)
+        })
+        .await
+        .unwrap_or_else(|error| Err(error.into()))
+        .err()?;
         let problem = Problem::new(codes::CERTIFICATE_CACHE_UNWRITABLE, directory, error);
         tracing::error!(target: "cache", "{problem}");
         Some(problem)
     }
 
     fn subject(&self) -> String {
-        let directory = self.parent.join(DIRECTORY);
-        format!("certificate cache {}", directory.display())
+        format!("certificate cache {}", self.parent.join(DIRECTORY).display())
     }
 
     fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, BoxError> {
-        let directory = Directory::private(&self.parent, DIRECTORY, false);
-        let text = directory.and_then(|directory| directory.read_private(FILE));
-        let Some(text) = if_exists(text)? else {
+        let Some(text) = if_exists(
+            Directory::private(&self.parent, DIRECTORY, false)
+                .and_then(|directory| directory.read_private(FILE)),
+        )?
+        else {
             return Ok(None);
         };
         let mut parts = text.splitn(2, |byte| *byte == b'\n');

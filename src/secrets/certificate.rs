@@ -14,6 +14,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
 
 use super::trust::Roots;
+use super::x509::Error::NoCertificate;
 use super::x509::{self, Facts};
 use crate::problem::{Problem, codes};
 use crate::runtime::clock::rfc3339;
@@ -54,8 +55,9 @@ impl Workload {
         for (index, element) in chain.iter().enumerate() {
             // pilot-agent joins the elements, so empty ones have no effect.
             if !element.trim().is_empty() {
-                let first = x509::parse_chain(element.as_bytes());
-                leaf.get_or_insert(first.map_err(|found| not_certificates(index, found))?);
+                let facts = x509::parse_chain(element.as_bytes())
+                    .map_err(|error| not_certificates(index, error))?;
+                leaf.get_or_insert(facts);
             }
         }
         let leaf = leaf.ok_or_else(|| {
@@ -66,7 +68,7 @@ impl Workload {
         })?;
         let roots_pem = roots_pem.as_bytes();
         let roots = Roots::merged([roots_pem])
-            .ok_or_else(|| not_certificates(chain.len(), x509::no_certificate(roots_pem)))?;
+            .ok_or_else(|| not_certificates(chain.len(), NoCertificate(roots_pem.len())))?;
         // Envoy would reject the chain for one broken root.
         let (readable_roots, _) = Roots::from_file(roots_pem);
         let readable_roots = readable_roots.as_ref().unwrap_or(&roots);
@@ -78,12 +80,12 @@ impl Workload {
     }
 }
 
-fn unusable(found: String) -> Problem {
+fn unusable(found: impl ToString) -> Problem {
     let subject = "answer of the certificate authority";
     Problem::new(codes::CERTIFICATE_ANSWER_UNUSABLE, subject, found)
 }
 
-fn not_certificates(index: usize, found: String) -> Problem {
+fn not_certificates(index: usize, found: x509::Error) -> Problem {
     unusable(format!("element {index} of the chain: {found}"))
 }
 
@@ -93,9 +95,9 @@ impl Certificate {
         chain: Zeroizing<Vec<u8>>,
         leaf: Facts,
         key_pem: Zeroizing<Vec<u8>>,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, x509::Error> {
         if x509::public_key(&key_pem)? != leaf.public_key {
-            return Err("the private key does not belong to the certificate".to_owned());
+            return Err(x509::Error::OtherKey);
         }
         Ok(Self {
             chain_pem: pem::readable::<CertificateDer>(chain).to_vec().into(),
@@ -143,7 +145,7 @@ impl Certificate {
             (begin, _) if begin > now => ("not valid yet (valid from", begin),
             _ => return None,
         };
-        let (date, now) = (rfc3339(date), rfc3339(now));
+        let [date, now] = [date, now].map(rfc3339);
         let found = format!("{what} {date}, now {now}): this clock or istiod's is wrong");
         Some(Problem::new(codes::CLOCKS_DIFFER, NEW_CERTIFICATE, found))
     }

@@ -17,7 +17,7 @@ use tonic::Code;
 use x509_parser::prelude::{FromDer, X509CertificationRequest};
 
 use crate::ca::key::KeyType;
-use crate::ca::{Ca, SignError};
+use crate::ca::{Ca, Reached, SignError};
 use crate::problem::{Problem, codes};
 use crate::runtime::clock::Clock;
 use crate::secrets::Config;
@@ -170,13 +170,13 @@ fn failure(code: Code) -> SignError {
 }
 
 impl Ca for FakeAuthority {
-    async fn reach(&self) -> Result<bool, SignError> {
+    async fn reach(&self) -> Result<Reached, SignError> {
         let is_reachable = *self.answer.borrow() != Answer::Unreachable;
         let was_connected = self.is_connected.swap(is_reachable, Ordering::Relaxed);
         match (is_reachable, was_connected) {
             (false, _) => Err(failure(Code::Unavailable)),
-            (true, false) => Ok(false),
-            (true, true) => Ok(true),
+            (true, false) => Ok(Reached::Now),
+            (true, true) => Ok(Reached::Before),
         }
     }
 

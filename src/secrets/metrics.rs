@@ -63,10 +63,7 @@ const GAUGES: [(&str, &str, Value); 5] = [
 
 impl Metrics {
     pub(super) fn new(registry: &Registry) -> Self {
-        let csr = |name, help| {
-            let requests = registry.counters(name, help, &["request_type"]);
-            requests.with(["csr"])
-        };
+        let csr = |name, help| registry.counters(name, help, &["request_type"]).with(["csr"]);
         Self {
             attempts: Arc::default(),
             requests: csr(
@@ -100,8 +97,7 @@ impl Metrics {
     /// Adds the time of an attempt. Counts the failure of the request if its last attempt has failed, or if
     /// pilot-agent does not retry after the error.
     pub(super) fn count_result(&self, after: Duration, error: Option<&SignError>) {
-        let milliseconds = u64::try_from(after.as_millis()).unwrap_or(u64::MAX);
-        self.latency.add(milliseconds);
+        self.latency.add(u64::try_from(after.as_millis()).unwrap_or(u64::MAX));
         let is_retried = error.is_some_and(|error| {
             matches!(
                 error.code,
@@ -121,7 +117,8 @@ impl Metrics {
 /// Registers the gauges of the certificate's dates.
 pub(super) fn register_gauges(secrets: &Secrets, registry: &Registry) {
     for (name, help, value) in GAUGES {
-        let (state, clock) = (secrets.state.clone(), secrets.clock.clone());
+        let state = secrets.state.clone();
+        let clock = secrets.clock.clone();
         registry.computed(name, help, Kind::Gauge, &["resource_name"], move |series| {
             // The dates are copied, so that the state is not locked while the page is written.
             let dates = state.borrow().dates;

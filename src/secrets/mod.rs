@@ -170,7 +170,8 @@ impl Secrets {
     /// Returns the state, without a certificate that has expired. Its roots stay, because peers are still
     /// verified with them.
     pub fn latest(&self) -> State {
-        let (mut state, now) = (self.state.borrow().clone(), self.clock.now());
+        let mut state = self.state.borrow().clone();
+        let now = self.clock.now();
         if state.expiry().is_some_and(|expiry| expiry <= now) {
             state.workload = None;
         }
@@ -191,7 +192,8 @@ impl Secrets {
             let is_first = state.workload.is_none();
             return is_first.then(|| Problem::new(code, WORKLOAD, code.cause));
         };
-        let (mut problem, failures) = (failure.problem, failure.failures);
+        let mut problem = failure.problem;
+        let failures = failure.failures;
         let [since, next] = [failure.since, failure.next_attempt].map(rfc3339);
         if let (Some(dates), None) = (state.dates, &state.workload) {
             let end = rfc3339(dates.not_after);

@@ -84,8 +84,8 @@ fn parse_file_name(text: &str) -> Option<Name> {
 /// would break a line of the log.
 fn parse_path(text: &str) -> Option<String> {
     let fits = (1..=MAX_PATH).contains(&text.len());
-    let is_forbidden = |c: char| c == '~' || c.is_control();
-    (fits && !text.contains(is_forbidden)).then(|| text.to_owned())
+    let is_forbidden = text.contains(|c: char| c == '~' || c.is_control());
+    if fits && !is_forbidden { Some(text.to_owned()) } else { None }
 }
 
 /// Escapes control characters for one line of a log, and cuts the text at `limit` bytes.

@@ -19,7 +19,7 @@ use super::schedule::{self, time_left};
 use super::trust::{Bundle, MeshBundle, Roots};
 use super::{Config, Dates, Failure, State};
 use crate::ca::key::KeyType;
-use crate::ca::{Ca, SignError, csr};
+use crate::ca::{Ca, Reached, SignError, csr};
 use crate::problem::{Problem, codes, sentence};
 use crate::runtime::clock::Clock;
 use crate::runtime::duration::{rounded, scaled};
@@ -90,7 +90,8 @@ impl<C: Ca> Renewal<C> {
     /// Requests, publishes and stores certificates, each when its predecessor is due. Starts with the cached one, if
     /// there is one. Does not return.
     async fn keep_fresh(&self) {
-        let (mut failures, mut is_overdue) = (0, false);
+        let mut failures = 0;
+        let mut is_overdue = false;
         let mut mesh = self.mesh.subscribe();
         if let Some(due) = self.restore().await {
             is_overdue = due <= self.clock.now();
@@ -106,7 +107,8 @@ impl<C: Ca> Renewal<C> {
             let ignores_first_bundle = mesh.borrow_and_update().roots.is_none();
             match self.request_certificate().await {
                 Ok((workload, response)) => {
-                    let (workload, issued) = (Arc::new(workload), self.clock.now());
+                    let workload = Arc::new(workload);
+                    let issued = self.clock.now();
                     // A certificate without any lifetime left is renewed with backoff.
                     let pause = if workload.certificate.not_after() > issued {
                         failures = 0;
@@ -156,8 +158,7 @@ impl<C: Ca> Renewal<C> {
     /// if that is near: of several moments, the first would be early in most agents.
     fn bring_forward(&self, due: SystemTime) -> SystemTime {
         let spread = schedule::spread(self.remaining_lifetime());
-        let now = self.clock.now();
-        if time_left(due, now) <= spread {
+        if time_left(due, self.clock.now()) <= spread {
             return due;
         }
         let wait = scaled(spread, fastrand::f64());
@@ -177,7 +178,7 @@ impl<C: Ca> Renewal<C> {
                 return;
             }
             match self.reach().await {
-                Ok(true) if !is_overdue => return,
+                Ok(Reached::Before) if !is_overdue => return,
                 Ok(_) => {
                     is_overdue = false;
                     // The dial has taken a part of the remaining lifetime.
@@ -204,7 +205,7 @@ impl<C: Ca> Renewal<C> {
     }
 
     /// Connects to the authority, if needed. A failure counts as an attempt.
-    async fn reach(&self) -> Result<bool, IssueError> {
+    async fn reach(&self) -> Result<Reached, IssueError> {
         let started = Instant::now();
         self.ca.reach().await.map_err(|error| {
             self.metrics.count_attempt();
@@ -235,8 +236,7 @@ impl<C: Ca> Renewal<C> {
         let (workload, issued) = self.cache.clone()?.restore(now).await?;
         let ttl = time_left(workload.certificate.not_after(), now);
         tracing::info!(target: "cache", ?ttl, "using the cached workload certificate");
-        let publishing = self.publish(Arc::new(workload), issued, Duration::ZERO);
-        Some(publishing.await)
+        Some(self.publish(Arc::new(workload), issued, Duration::ZERO).await)
     }
 
     /// Publishes a certificate, and returns when it is to be renewed, not before `pause` is over. Changed
@@ -275,11 +275,14 @@ impl<C: Ca> Renewal<C> {
     /// attempt has a new key, so that no key outlives its certificate.
     async fn request_certificate(&self) -> Result<(Workload, Vec<String>), IssueError> {
         let started = Instant::now();
-        let (key_type, encoding) = (*self.key_type.lock(), self.config.encoding);
+        let key_type = *self.key_type.lock();
+        let encoding = self.config.encoding;
         let identity = self.config.identity.clone();
-        let generating = move || csr::generate(key_type, encoding, &identity);
-        let request = tokio::task::spawn_blocking(generating).await;
-        let request = request.map_err(key_problem)?.map_err(key_problem)?;
+        let request =
+            tokio::task::spawn_blocking(move || csr::generate(key_type, encoding, &identity))
+                .await
+                .map_err(key_problem)?
+                .map_err(key_problem)?;
         let response = self.sign(&request.csr_pem).await?;
         let now = self.clock.now();
         let workload = Workload::new(&response, request.key_pem)?;
@@ -313,16 +316,15 @@ impl<C: Ca> Renewal<C> {
             Ok(response) => response,
             Err(_) => {
                 let message = format!("no answer within {}", rounded(SIGNING_LIMIT));
-                let (code, subject) = (codes::CERTIFICATE_REQUEST_FAILED, "certificate request");
+                let code = codes::CERTIFICATE_REQUEST_FAILED;
                 Err(SignError {
                     code: Code::DeadlineExceeded,
-                    problem: Problem::new(code, subject, &message),
+                    problem: Problem::new(code, "certificate request", &message),
                     message,
                 })
             }
         };
-        let error = response.as_ref().err();
-        self.metrics.count_result(started.elapsed(), error);
+        self.metrics.count_result(started.elapsed(), response.as_ref().err());
         response
     }
 
@@ -359,8 +361,8 @@ impl<C: Ca> Renewal<C> {
         if not_after <= issued {
             // This clock may be ahead, or the authority's is wrong and may be corrected soon.
             let lifetime = time_left(not_after, workload.certificate.leaf.not_before);
-            let end = issued.checked_add(lifetime.min(schedule::MAX_ASSUMED_LIFETIME));
-            not_after = end.unwrap_or(issued);
+            let assumed = lifetime.min(schedule::MAX_ASSUMED_LIFETIME);
+            not_after = issued.checked_add(assumed).unwrap_or(issued);
         }
         let due = schedule::renewal_time(issued, not_after, ratio, &config.least_pause);
         let wait = time_left(due, self.clock.now());
@@ -410,7 +412,7 @@ impl<C: Ca> Renewal<C> {
         let state = self.state.borrow();
         let certificate = &state.workload.as_ref()?.certificate;
         let left = time_left(certificate.not_after(), self.clock.now());
-        (!left.is_zero()).then_some(left)
+        if left.is_zero() { None } else { Some(left) }
     }
 
     /// Publishes a failure and logs it: pilot-agent's line and one of this agent. Repetitions are logged at
@@ -439,14 +441,15 @@ impl<C: Ca> Renewal<C> {
                     "failed to warm certificate: failed to generate workload certificate: {text}"
                 );
             } else if is_request {
-                let attempt = failures.saturating_add(1);
                 tracing::warn!(
                     target: "ca",
-                    "ca request failed, starting attempt {attempt} in {wait:?}"
+                    "ca request failed, starting attempt {} in {wait:?}",
+                    failures.saturating_add(1)
                 );
             }
-            let (what, code) = ("resource:default failed to sign", problem.code.name);
-            let line = sentence(what, &text, "", [&*follows, &problem.remedy], code);
+            let what = "resource:default failed to sign";
+            let follows = [&*follows, &problem.remedy];
+            let line = sentence(what, &text, "", follows, problem.code.name);
             tracing::error!(target: "cache", "{line}");
         }
         let failure = Failure {
@@ -460,6 +463,5 @@ impl<C: Ca> Renewal<C> {
 }
 
 fn key_problem(error: impl std::fmt::Display) -> Problem {
-    let (code, subject) = (codes::CERTIFICATE_KEY_FAILED, "private key and CSR");
-    Problem::new(code, subject, error)
+    Problem::new(codes::CERTIFICATE_KEY_FAILED, "private key and CSR", error)
 }

@@ -73,8 +73,7 @@ pub(super) fn renewal_time(
     // A ratio that is not a number gives no duration; half of the lifetime is the default.
     let wait = Duration::try_from_secs_f64(used).unwrap_or(scaled(lifetime, 0.5));
     let floor = scaled(lifetime, 0.1).max(*least_pause.start()).min(*least_pause.end());
-    let due = created.checked_add(wait.max(floor));
-    due.unwrap_or(not_after)
+    created.checked_add(wait.max(floor)).unwrap_or(not_after)
 }
 
 /// Returns the longest wait after a failure, when the current certificate is valid for `remaining`: the
@@ -93,7 +92,8 @@ pub(super) fn next_wait(
     was_sent: bool,
     remaining: Option<Duration>,
 ) -> Duration {
-    let (spread, until_urgent) = (spread(remaining), remaining.map(|it| it.saturating_sub(URGENT)));
+    let spread = spread(remaining);
+    let until_urgent = remaining.map(|it| it.saturating_sub(URGENT));
     let wait = if was_sent && !spread.is_zero() {
         let wait = scaled(spread, fastrand::f64() + fastrand::f64());
         wait.min(until_urgent.unwrap_or_default())

@@ -21,7 +21,7 @@ impl Roots {
     /// Merges the certificates of all texts. Returns None if there is none.
     pub(super) fn merged<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> Option<Self> {
         let merged = merge(texts);
-        (!merged.is_empty()).then(|| Self(merged.into()))
+        if merged.is_empty() { None } else { Some(Self(merged.into())) }
     }
 
     /// Reads the certificates of a file, byte for byte unless Envoy cannot read it. Returns how many broken
@@ -72,9 +72,12 @@ impl MeshBundle {
     pub(super) fn replace(&self, bundle: &str) -> Result<bool, Problem> {
         let roots = Roots::merged([bundle.as_bytes()]);
         if roots.is_none() && !bundle.trim().is_empty() {
-            let found = x509::no_certificate(bundle.as_bytes());
-            let code = codes::MESH_BUNDLE_INVALID;
-            return Err(Problem::new(code, "trust bundle of the mesh", found));
+            let found = x509::Error::NoCertificate(bundle.len());
+            return Err(Problem::new(
+                codes::MESH_BUNDLE_INVALID,
+                "trust bundle of the mesh",
+                found,
+            ));
         }
         Ok(self.0.send_if_modified(|mesh| {
             let changed = mesh.pem != bundle;
@@ -118,8 +121,9 @@ fn warn_left_out(found: &str) {
 /// Swaps certificates with the same name and key: valid ones go first, then those that expire last. Envoy
 /// uses the first of them, even if it has expired. Returns true if any were swapped.
 fn put_usable_first(roots: &mut [Vec<u8>]) -> bool {
-    let ranks = roots.iter().map(|der| x509::holder_and_rank(der).unwrap_or_default());
-    let (mut ranks, mut swapped) = (Vec::from_iter(ranks), false);
+    let mut ranks: Vec<_> =
+        roots.iter().map(|der| x509::holder_and_rank(der).unwrap_or_default()).collect();
+    let mut swapped = false;
     for place in 0..roots.len() {
         let same_holder = (place..roots.len()).filter(|other| ranks[*other].0 == ranks[place].0);
         let best = same_holder.min_by_key(|other| Reverse(ranks[*other].1)).unwrap_or(place);

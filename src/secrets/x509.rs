@@ -5,6 +5,8 @@ use std::time::SystemTime;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use x509_parser::error::X509Error;
+use x509_parser::nom;
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::SubjectPublicKeyInfo;
 use zeroize::Zeroizing;
@@ -13,6 +15,7 @@ use super::schedule::signed_seconds;
 use crate::problem::{Problem, codes};
 use crate::runtime::clock::rfc3339;
 use crate::runtime::duration::rounded_seconds;
+use crate::runtime::lifecycle::BoxError;
 use crate::trust::{chain_verifier, pem};
 
 /// The most names of a certificate that are shown in a text.
@@ -20,7 +23,26 @@ pub(crate) const MAX_NAMES: usize = 8;
 /// The part of its lifetime that a certificate does not reach if it is renewed in time.
 const LAST_TENTH: f64 = 0.1;
 
-const NO_PUBLIC_HALF: &str = "the private key does not have a public half";
+/// Why text is not a usable chain or key.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("{0} bytes follow its end")]
+    TrailingBytes(usize),
+    #[error("not an X.509 certificate ({0})")]
+    NotX509(nom::Err<X509Error>),
+    #[error("certificate {number} is broken: {why}")]
+    Broken { number: usize, why: BoxError },
+    #[error("no certificate in {0} bytes, expected PEM")]
+    NoCertificate(usize),
+    #[error("no private key in {0} bytes, expected PEM without a password")]
+    NoKey(usize),
+    #[error("the private key is of a kind that is not supported: {0}")]
+    KeyKind(rustls::Error),
+    #[error("the private key does not have a public half")]
+    NoPublicHalf,
+    #[error("the private key does not belong to the certificate")]
+    OtherKey,
+}
 
 /// The fields of a certificate that the agent uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +57,7 @@ pub(crate) struct Facts {
 }
 
 impl Facts {
-    pub(crate) fn read(der: &[u8]) -> Result<Self, String> {
+    pub(crate) fn read(der: &[u8]) -> Result<Self, Error> {
         let certificate = parse(der)?;
         let validity = certificate.validity();
         Ok(Self {
@@ -50,8 +72,10 @@ impl Facts {
 
     /// Reports a certificate that is not valid at `now`, or in the last tenth of its lifetime.
     pub(crate) fn validity_problem(&self, subject: &str, now: SystemTime) -> Option<Problem> {
-        let (begin, end) = (self.not_before, self.not_after);
-        let (wait, left) = (signed_seconds(begin, now), signed_seconds(end, now));
+        let begin = self.not_before;
+        let end = self.not_after;
+        let wait = signed_seconds(begin, now);
+        let left = signed_seconds(end, now);
         let (code, what, date) = if wait > 0.0 {
             let what = format!("is valid in {}, from", rounded_seconds(wait));
             (codes::CERTIFICATE_NOT_YET_VALID, what, begin)
@@ -64,7 +88,7 @@ impl Facts {
         } else {
             return None;
         };
-        let (date, now) = (rfc3339(date), rfc3339(now));
+        let [date, now] = [date, now].map(rfc3339);
         let found = format!("{self} {what} {date}; the time here is {now}");
         Some(Problem::new(code, subject, found))
     }
@@ -80,32 +104,25 @@ impl fmt::Display for Facts {
     }
 }
 
-pub(super) fn no_certificate(content: &[u8]) -> String {
-    format!("no certificate in {} bytes, expected PEM", content.len())
-}
-
 /// Checks that all items of a chain are certificates. Returns the first one.
-pub(super) fn parse_chain(chain: &[u8]) -> Result<Facts, String> {
+pub(super) fn parse_chain(chain: &[u8]) -> Result<Facts, Error> {
     let mut leaf = None;
     for (index, der) in pem::items::<CertificateDer>(chain).enumerate() {
-        let broken = |found| format!("certificate {} is broken: {found}", index + 1);
-        let der = der.map_err(|error| broken(error.to_string()))?;
-        let facts = Facts::read(&der).map_err(broken)?;
+        let facts = der
+            .map_err(BoxError::from)
+            .and_then(|der| Ok(Facts::read(&der)?))
+            .map_err(|why| Error::Broken { number: index + 1, why })?;
         leaf.get_or_insert(facts);
     }
-    leaf.ok_or_else(|| no_certificate(chain))
+    leaf.ok_or(Error::NoCertificate(chain.len()))
 }
 
 /// Derives the public half of a private key. Errors do not quote the key.
-pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, String> {
-    let key = pem::first::<PrivateKeyDer>(pem).map_err(|_| {
-        let bytes = pem.len();
-        format!("no private key in {bytes} bytes, expected PEM without a password")
-    })?;
-    let key = any_supported_type(&Zeroizing::new(key))
-        .map_err(|error| format!("the private key is of a kind that is not supported: {error}"))?;
-    let public = key.public_key().ok_or(NO_PUBLIC_HALF)?;
-    let (_, public) = SubjectPublicKeyInfo::from_der(&public).map_err(|_| NO_PUBLIC_HALF)?;
+pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, Error> {
+    let key = pem::first::<PrivateKeyDer>(pem).map_err(|_| Error::NoKey(pem.len()))?;
+    let key = any_supported_type(&Zeroizing::new(key)).map_err(Error::KeyKind)?;
+    let public = key.public_key().ok_or(Error::NoPublicHalf)?;
+    let (_, public) = SubjectPublicKeyInfo::from_der(&public).map_err(|_| Error::NoPublicHalf)?;
     Ok(public.subject_public_key.data.to_vec())
 }
 
@@ -113,7 +130,7 @@ pub(super) fn public_key(pem: &[u8]) -> Result<Vec<u8>, String> {
 pub(super) fn certificates(pem: &[u8]) -> impl Iterator<Item = Option<Vec<u8>>> {
     pem::items::<CertificateDer>(pem).map(|der| {
         let der = der.ok()?.to_vec();
-        parse(&der).is_ok().then_some(der)
+        if parse(&der).is_ok() { Some(der) } else { None }
     })
 }
 
@@ -133,10 +150,10 @@ pub(super) fn to_pem(ders: &[Vec<u8>]) -> String {
     ders.iter().map(|der| pem::encode("CERTIFICATE", der).to_string()).collect()
 }
 
-pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, String> {
+pub(super) fn parse(der: &[u8]) -> Result<X509Certificate<'_>, Error> {
     match X509Certificate::from_der(der) {
         Ok(([], certificate)) => Ok(certificate),
-        Ok((rest, _)) => Err(format!("{} bytes follow its end", rest.len())),
-        Err(error) => Err(format!("not an X.509 certificate ({error})")),
+        Ok((rest, _)) => Err(Error::TrailingBytes(rest.len())),
+        Err(error) => Err(Error::NotX509(error)),
     }
 }

@@ -5,4 +5,5 @@ pub mod compliance;
 pub mod identity;
 pub(crate) mod key_pair;
 pub(crate) mod pem;
+pub(crate) mod tls_client;
 pub mod trust_anchors;

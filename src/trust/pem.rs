@@ -49,8 +49,8 @@ pub(crate) fn readable<T: PemObject>(pem: Zeroizing<Vec<u8>>) -> Zeroizing<Vec<u
 
 /// Returns the number of blocks if Envoy can read each of them: BEGIN, END and the base64 have lines of their own.
 pub(crate) fn plain_blocks(pem: &[u8]) -> Option<usize> {
-    let is_base64 = |byte: &u8| byte.is_ascii_alphanumeric() || b"+/=".contains(byte);
-    let (mut inside, mut count) = (false, 0);
+    let mut inside = false;
+    let mut count = 0;
     let are_plain = pem.split(|byte| *byte == b'\n').all(|line| {
         let text = line.trim_ascii_end();
         let label = text.strip_prefix(if inside { END } else { BEGIN });
@@ -62,20 +62,19 @@ pub(crate) fn plain_blocks(pem: &[u8]) -> Option<usize> {
             }
             _ if !inside => memmem::find(text, BEGIN).is_none(),
             _ if text.is_empty() || text.len() % 4 > 0 || line.len() > MAX_LINE => false,
-            _ => text.iter().all(is_base64),
+            _ => text.iter().all(|byte| byte.is_ascii_alphanumeric() || b"+/=".contains(byte)),
         }
     });
-    (are_plain && !inside).then_some(count)
+    if are_plain && !inside { Some(count) } else { None }
 }
 
 /// Describes text that is neither a block nor a comment. It is not quoted, because it may be a part of a key.
 pub(crate) fn left_over(pem: &[u8]) -> Option<&'static str> {
     let whole = blocks(pem).filter(|(_, base64)| base64.is_some()).count();
     let marks = [BEGIN, END].map(|mark| memmem::find_iter(pem, mark).count());
-    let is_binary = |c: char| c.is_control() && !c.is_whitespace();
     match std::str::from_utf8(pem) {
         _ if marks != [whole; 2] => Some("an incomplete PEM block, expected complete ones"),
-        Ok(text) if !text.contains(is_binary) => None,
+        Ok(text) if !text.contains(|c: char| c.is_control() && !c.is_whitespace()) => None,
         _ => Some("bytes that are not text, expected PEM and comments"),
     }
 }
@@ -101,13 +100,15 @@ fn blocks(pem: &[u8]) -> impl Iterator<Item = Block<'_>> {
         let text = &pem[start + BEGIN.len()..];
         let next = memmem::find(text, BEGIN);
         let (label, content) = cut(&text[..next.unwrap_or(text.len())], DASHES)?;
-        let end = cut(content, &[END, label].concat());
-        // An END may share its last dashes with the next BEGIN.
-        let is_whole = |rest: &[u8]| rest.starts_with(DASHES) || rest.is_empty() && next.is_some();
-        let base64 = end.and_then(|(base64, rest)| is_whole(rest).then_some(base64));
-        // A BEGIN without content does not count as a broken item.
-        let is_item = base64.is_some() || !content.trim_ascii().is_empty();
-        Some((std::str::from_utf8(label).ok()?, base64)).filter(|_| is_item)
+        let base64 = match cut(content, &[END, label].concat()) {
+            Some((base64, rest)) if rest.starts_with(DASHES) => Some(base64),
+            // An END may share its last dashes with the next BEGIN.
+            Some((base64, [])) if next.is_some() => Some(base64),
+            // A BEGIN without content does not count as a broken item.
+            _ if content.trim_ascii().is_empty() => return None,
+            _ => None,
+        };
+        Some((std::str::from_utf8(label).ok()?, base64))
     })
 }
 

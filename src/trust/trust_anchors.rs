@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -55,6 +56,34 @@ pub(crate) const MAX_PEM: u64 = 16 << 20;
 
 const SYSTEM: &str = "the operating system";
 
+/// Why a source has no usable trust anchors.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Unreadable(#[from] io::Error),
+    #[error("the file is empty")]
+    Empty,
+    #[error("no PEM certificate in {0} bytes")]
+    NoPem(usize),
+    #[error("no usable certificate ({0})")]
+    NoneUsable(LeftOut),
+    #[error("no root certificates found ({left_out}); {problems}")]
+    NoneOnSystem { left_out: LeftOut, problems: String },
+}
+
+/// The numbers of certificates that are not used.
+#[derive(Debug)]
+pub(crate) struct LeftOut {
+    broken: usize,
+    expired: usize,
+}
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} broken, {} expired", self.broken, self.expired)
+    }
+}
+
 /// The last line about certificates that are left out, by their source.
 static LOGGED: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
 
@@ -75,20 +104,19 @@ impl SystemRoots {
     /// Takes the values of `SSL_CERT_FILE` and `SSL_CERT_DIR` (directories separated by colons). An empty value stands
     /// for the defaults.
     pub fn new(file: &str, directories: &str) -> Self {
-        let usual = |paths: &[&str]| paths.iter().map(PathBuf::from).collect();
         Self {
             files: match file {
-                "" => usual(&SYSTEM_BUNDLES),
+                "" => SYSTEM_BUNDLES.map(PathBuf::from).to_vec(),
                 file => vec![file.into()],
             },
             directories: match directories {
-                "" => usual(&SYSTEM_DIRECTORIES),
+                "" => SYSTEM_DIRECTORIES.map(PathBuf::from).to_vec(),
                 directories => directories.split(':').map(PathBuf::from).collect(),
             },
         }
     }
 
-    fn read(&self, now: SystemTime) -> Result<TrustAnchors, String> {
+    fn read(&self, now: SystemTime) -> Result<TrustAnchors, Error> {
         let mut anchors = Anchors::default();
         let mut problems = Vec::new();
         for path in &self.files {
@@ -117,18 +145,18 @@ impl SystemRoots {
                 Err(error) => problems.push(format!("{}: {error}", directory.display())),
             }
         }
-        anchors.finish(SYSTEM).map_err(|left_out| {
-            let problems = problems.join("; ");
-            format!("no root certificates found ({left_out}); {problems}")
-        })
+        anchors
+            .finish(SYSTEM)
+            .map_err(|left_out| Error::NoneOnSystem { left_out, problems: problems.join("; ") })
     }
 }
 
 /// Reads trust anchors.
 pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     let blocking = roots.clone();
-    let read = tokio::task::spawn_blocking(move || read(&blocking)).await;
-    read.unwrap_or_else(|panic| Err(unusable(roots, panic)))
+    tokio::task::spawn_blocking(move || read(&blocking))
+        .await
+        .unwrap_or_else(|panic| Err(unusable(roots, panic)))
 }
 
 /// Reads trust anchors like [`load`], but blocks.
@@ -136,7 +164,7 @@ pub(crate) fn read(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     let now = SystemTime::now();
     let read = match roots {
         Roots::File(path) => regular_file::read(path, MAX_PEM)
-            .map_err(|error| error.to_string())
+            .map_err(Error::from)
             .and_then(|pem| parse(path, &pem, now)),
         Roots::System(system) => system.read(now),
     };
@@ -173,16 +201,16 @@ impl Anchors {
 
     /// Returns the usable certificates, and logs the number of those left out of `source`. Without any usable
     /// one, this number is the error.
-    fn finish(self, source: &str) -> Result<TrustAnchors, String> {
+    fn finish(self, source: &str) -> Result<TrustAnchors, LeftOut> {
         let mut store = RootCertStore::empty();
         let valid = self.valid.iter().map(|der| der.as_ref().into());
         let (used, unusable) = store.add_parsable_certificates(valid);
-        let left_out = format!("{} broken, {} expired", self.broken + unusable, self.expired);
+        let left_out = LeftOut { broken: self.broken + unusable, expired: self.expired };
         if used == 0 {
             return Err(left_out);
         }
         let line = format!("{used} root certificates of {source} are used; left out: {left_out}");
-        if self.broken + unusable + self.expired > 0
+        if left_out.broken + left_out.expired > 0
             && LOGGED.lock().insert(source.to_owned(), line.clone()).as_ref() != Some(&line)
         {
             match source {
@@ -195,7 +223,7 @@ impl Anchors {
 }
 
 /// Parses trust anchors. Warnings name `path` as their origin.
-pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnchors, String> {
+pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnchors, Error> {
     let mut anchors = Anchors::default();
     anchors.add(pem, now);
     let count = anchors.valid.len() + anchors.broken + anchors.expired;
@@ -204,9 +232,9 @@ pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnc
         tracing::warn!("{path} holds {left_over}; it is ignored");
     }
     anchors.finish(&path.to_string()).map_err(|left_out| match count {
-        0 if pem.trim_ascii().is_empty() => "the file is empty".to_owned(),
-        0 => format!("no PEM certificate in {} bytes", pem.len()),
-        _ => format!("no usable certificate ({left_out})"),
+        0 if pem.trim_ascii().is_empty() => Error::Empty,
+        0 => Error::NoPem(pem.len()),
+        _ => Error::NoneUsable(left_out),
     })
 }
 
@@ -222,7 +250,9 @@ mod tests {
     use crate::istiod::fake::{self, Authority};
 
     fn outcome(pem: &str) -> Result<usize, String> {
-        parse(Path::new("/r"), pem.as_bytes(), SystemTime::now()).map(|found| found.store.len())
+        parse(Path::new("/r"), pem.as_bytes(), SystemTime::now())
+            .map(|found| found.store.len())
+            .map_err(|error| error.to_string())
     }
 
     #[test]
@@ -281,7 +311,10 @@ mod tests {
             let at = |path: &&str| place.path().join(path).display().to_string();
             let directories: Vec<_> = directories.iter().map(at).collect();
             let found = SystemRoots::new(&at(&file), &directories.join(":"));
-            found.read(SystemTime::now()).map(|found| found.store.len())
+            found
+                .read(SystemTime::now())
+                .map(|found| found.store.len())
+                .map_err(|error| error.to_string())
         };
         assert_eq!(count("file.pem", &["none"]), Ok(1));
         assert_eq!(count("file.pem", &["one"]), Ok(2));

@@ -178,7 +178,7 @@ impl Holder {
             .ok();
         let restart_epoch = self.envoy.report().borrow().restart_epoch();
         let workers = self.envoy.admin().workers(restart_epoch).await;
-        let mut takeover = self.envoy.lend().await?;
+        let mut takeover = self.envoy.lend().await.map_err(|error| error.to_string())?;
         takeover.workers = workers.or(takeover.workers);
         self.until_ready(channel, &Message::Go(takeover, serving)).await?;
         Ok(self.pass_on(channel).await?)
@@ -371,7 +371,7 @@ impl Successor {
         let ready = async {
             let admin = self.holder.envoy.admin();
             while let Err(missing) = check_takeover(&admin, restart_epoch, serving).await {
-                why = missing;
+                why = missing.to_string();
                 sleep(CHECK_INTERVAL).await;
             }
         };

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
-use super::{Ca, SignError};
+use super::{Ca, Reached, SignError};
 use crate::istiod::refusal::MAX_MESSAGE;
 use crate::istiod::{Connection, Istiod};
 use crate::problem::{Repetition, codes};
@@ -64,8 +64,7 @@ impl IstioCa {
     async fn try_sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
         let connection = self.connection().await?;
         let earlier_timeouts = self.timeouts.load(Ordering::Relaxed);
-        let doublings = earlier_timeouts.min(MAX_DOUBLINGS);
-        let limit = self.limit.saturating_mul(1 << doublings);
+        let limit = self.limit.saturating_mul(1 << earlier_timeouts.min(MAX_DOUBLINGS));
         let call = self.create_certificate(connection.clone(), csr_pem, ttl, limit);
         let result = timeout(limit, call).await;
         let timed_out = result.is_err();
@@ -78,8 +77,7 @@ impl IstioCa {
             }
             Err(status) => status,
         };
-        let code = Some(status.code());
-        if self.istiod.leave_if_unauthenticated(&connection, code) {
+        if self.istiod.leave_if_unauthenticated(&connection, Some(status.code())) {
             tracing::info!(target: "citadelclient", "recreated connection");
         }
         let error = self.error(&status);
@@ -129,23 +127,20 @@ impl IstioCa {
 }
 
 fn timeout_status(what: &str, limit: Duration) -> Status {
-    let limit = rounded(limit);
-    Status::deadline_exceeded(format!("no {what} within {limit}"))
+    Status::deadline_exceeded(format!("no {what} within {}", rounded(limit)))
 }
 
 impl Ca for IstioCa {
-    async fn reach(&self) -> Result<bool, SignError> {
-        let is_connected = self.istiod.is_connected();
+    async fn reach(&self) -> Result<Reached, SignError> {
+        let was_connected = self.istiod.is_connected();
         self.connection().await.inspect_err(|error| self.log(error))?;
-        Ok(is_connected)
+        Ok(if was_connected { Reached::Before } else { Reached::Now })
     }
 
     async fn sign(&self, csr_pem: &str, ttl: Duration) -> Result<Vec<String>, SignError> {
-        let signed = self.try_sign(csr_pem, ttl).await.inspect_err(|error| self.log(error));
-        if signed.is_ok() {
-            self.failures.lock().end();
-        }
-        signed
+        let chain = self.try_sign(csr_pem, ttl).await.inspect_err(|error| self.log(error))?;
+        self.failures.lock().end();
+        Ok(chain)
     }
 }
 

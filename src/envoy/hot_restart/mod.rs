@@ -29,7 +29,7 @@ use super::launch::{Launch, Prepared};
 use super::machine::{EndBy, Event as EnvoyEvent};
 use super::{Config, warn};
 use crate::metrics::{Counters, Registry};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem, codes};
 use crate::runtime::duration::rounded;
 use crate::runtime::lifecycle::{BoxError, with_causes};
 use machine::{Action, Event, Machine, Phase};
@@ -56,6 +56,25 @@ pub struct Limits {
     pub live: Duration,
     /// The time for reading the inputs and for their validation by Envoy.
     pub check: Duration,
+}
+
+/// Why Envoy cannot be lent to another agent.
+#[derive(Debug, thiserror::Error)]
+pub enum NotLent {
+    #[error("Envoy runs without hot restart: {0}")]
+    WithoutHotRestart(String),
+    #[error("no Envoy runs")]
+    NotRunning,
+    #[error("Envoy does not serve")]
+    NotServing,
+    #[error(
+        "an earlier successor of Envoy has failed, and Envoy must be restarted before the next"
+    )]
+    SuccessorFailed,
+    #[error("Envoy is being replaced, or its parent has not ended")]
+    BeingReplaced,
+    #[error("Envoy has ended")]
+    Ended,
 }
 
 /// The end of a task or of a process.
@@ -159,22 +178,20 @@ impl HotRestart {
 
     /// Lets a successor in another container start: returns its takeover, or the reason for a refusal.
     /// Blocks restarts until [`HotRestart::reclaim`], which must follow if the successor does not take over.
-    pub(super) fn lend(&mut self) -> Result<Takeover, String> {
-        let takeover = self.launch.as_ref().and_then(Launch::takeover);
-        let takeover = takeover.ok_or_else(|| match &self.unavailable {
-            Some(why) => format!("Envoy runs without hot restart: {why}"),
-            None => "no Envoy runs".to_owned(),
-        })?;
-        self.apply(Event::Lend);
-        let problem = match self.machine.phase() {
-            Phase::Lent => return Ok(takeover),
-            Phase::Idle if !self.machine.is_ready => "Envoy does not serve",
-            Phase::Idle => {
-                "an earlier successor of Envoy has failed, and Envoy must be restarted before the next"
-            }
-            _ => "Envoy is being replaced, or its parent has not ended",
+    pub(super) fn lend(&mut self) -> Result<Takeover, NotLent> {
+        let Some(takeover) = self.launch.as_ref().and_then(Launch::takeover) else {
+            return Err(match &self.unavailable {
+                Some(why) => NotLent::WithoutHotRestart(why.clone()),
+                None => NotLent::NotRunning,
+            });
         };
-        Err(problem.to_owned())
+        self.apply(Event::Lend);
+        match self.machine.phase() {
+            Phase::Lent => Ok(takeover),
+            Phase::Idle if !self.machine.is_ready => Err(NotLent::NotServing),
+            Phase::Idle => Err(NotLent::SuccessorFailed),
+            _ => Err(NotLent::BeingReplaced),
+        }
     }
 
     /// Allows restarts again after the successor in another container has exited. Returns what the supervisor must do.
@@ -186,8 +203,7 @@ impl HotRestart {
         if let Some(Err(error)) = &cleared {
             tracing::warn!(%error, "no handover is possible until Envoy restarts: its shared memory cannot be written");
         }
-        let is_flag_clear = matches!(cleared, Some(Ok(())));
-        self.apply(Event::Reclaim { is_flag_clear })
+        self.apply(Event::Reclaim { is_flag_clear: matches!(cleared, Some(Ok(()))) })
     }
 
     /// Leaves the shared memory to an Envoy in another container, or takes it over after that Envoy has exited.
@@ -261,8 +277,7 @@ impl HotRestart {
         let event = match event {
             EnvoyEvent::Live if is_running => {
                 self.handle_live();
-                let has_base_id = self.base_id().is_some();
-                Event::Ready { has_base_id }
+                Event::Ready { has_base_id: self.base_id().is_some() }
             }
             EnvoyEvent::StopRequested(_) => {
                 self.abandon("Envoy stops");
@@ -328,8 +343,7 @@ impl HotRestart {
                     self.abandon("the current Envoy drains or has exited");
                 }
                 self.workers = workers;
-                let owns_admin_port = workers.is_some();
-                Event::Usable { owns_admin_port }
+                Event::Usable { owns_admin_port: workers.is_some() }
             }
             Completion::Panicked(error) => {
                 // Only a check is refused; the wait for a successor also ends with its deadline or its exit.
@@ -363,8 +377,7 @@ impl HotRestart {
                 if let Some(mut parent) = self.parent.take() {
                     // Its last lines are forwarded before the exit is logged.
                     parent.output.last_lines().await;
-                    let number = parent.epoch;
-                    tracing::info!("Envoy epoch {number} has exited: {ended}");
+                    tracing::info!("Envoy epoch {} has exited: {ended}", parent.epoch);
                 }
                 self.replace_parent()
             }
@@ -458,7 +471,7 @@ impl HotRestart {
             None => (self.prepare)(0)?.into(),
         };
         let user = prepared.command.run_as();
-        let takeover = prepared.takeover.clone().filter(|_| self.next_epoch == 0);
+        let takeover = if self.next_epoch == 0 { prepared.takeover.clone() } else { None };
         let base_id = match &takeover {
             Some(takeover) => {
                 self.machine.begin_with_parent();
@@ -525,23 +538,21 @@ impl HotRestart {
 
     /// Ends the current restart, if there is one.
     fn conclude(&mut self, outcome: Outcome, problem: Option<String>) {
-        let last = self.last.as_mut();
-        let Some(restart) = last.filter(|restart| restart.is_under_way()) else {
+        let Some(restart) = self.last.as_mut().filter(|restart| restart.is_under_way()) else {
             return;
         };
         let why = problem.as_deref().unwrap_or_default();
-        let log_error = |code, subject| tracing::error!("{}", Problem::new(code, subject, why));
         let result = match outcome {
             Outcome::UnderWay => return,
             Outcome::Succeeded if restart.method == Some(Method::Hot) => "hot",
             Outcome::Succeeded => "full",
             Outcome::Unchanged => "unchanged",
             Outcome::Refused => {
-                log_error(codes::HOT_RESTART_REFUSED, "hot restart rejected");
+                log_error(codes::HOT_RESTART_REFUSED, "hot restart rejected", why);
                 "refused"
             }
             Outcome::Failed => {
-                log_error(codes::HOT_RESTART_FAILED, "hot restart failed");
+                log_error(codes::HOT_RESTART_FAILED, "hot restart failed", why);
                 "failed"
             }
             Outcome::Abandoned => {
@@ -641,8 +652,7 @@ async fn check_inputs(
         return Ok(Completion::MetadataChanged(prepared));
     }
     validate(Arc::clone(&prepared), epoch).await?;
-    let restart_epoch = current.map_or(0, Launch::restart_epoch);
-    let workers = admin.workers(restart_epoch).await;
+    let workers = admin.workers(current.map_or(0, Launch::restart_epoch)).await;
     Ok(Completion::Usable { workers, prepared })
 }
 
@@ -665,7 +675,8 @@ const NOT_RECOGNIZED: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 2, 0x18, 1];
 /// Receives the messages for a parent that has exited. Replies that they are not recognized: the successor waits for a
 /// reply when it asks for the socket of a new listener, and then binds its own. It ignores other replies. Cancel safe.
 async fn discard(sockets: Option<&[UnixDatagram; 2]>) -> Infallible {
-    let (mut message, mut forwarded) = ([0], [0]);
+    let mut message = [0];
+    let mut forwarded = [0];
     while let Some([messages, udp]) = sockets {
         tokio::select! {
             Ok((_, successor)) = messages.recv_from(&mut message) => {
@@ -680,6 +691,10 @@ async fn discard(sockets: Option<&[UnixDatagram; 2]>) -> Infallible {
         }
     }
     std::future::pending().await
+}
+
+fn log_error(code: &'static Code, subject: &str, why: &str) {
+    tracing::error!("{}", Problem::new(code, subject, why));
 }
 
 fn kill(instance: Option<&Instance>) {

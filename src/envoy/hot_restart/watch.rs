@@ -25,10 +25,9 @@ pub fn restart_on_change(
     let files: Arc<[PathBuf]> = files.into();
     // The files have been read for the first Envoy, so changes before its start count, too.
     let watch = watch(&files);
-    Ok(async move {
-        let on_files = on_file_change(watch, &files, &envoy);
-        tokio::join!(on_hangup(hangups, &envoy), on_files).0
-    })
+    Ok(
+        async move { tokio::join!(on_hangup(hangups, &envoy), on_file_change(watch, &files, &envoy)).0 },
+    )
 }
 
 fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {
@@ -47,8 +46,7 @@ fn watch_all(watch: &FileWatch, files: &[PathBuf]) {
 
 async fn on_hangup(mut hangups: Signal, envoy: &Envoy) {
     while hangups.recv().await.is_some() {
-        let reason = "received signal: hangup";
-        envoy.order(Order::Restart { reason }).await;
+        envoy.order(Order::Restart { reason: "received signal: hangup" }).await;
     }
 }
 
@@ -73,10 +71,10 @@ async fn until_error(
             changed?;
         }
         // A changed link may lead to other files. Watching may block on the file system.
-        let (watch, files) = (Arc::clone(&watch), Arc::clone(files));
+        let watch = Arc::clone(&watch);
+        let files = Arc::clone(files);
         tokio::task::spawn_blocking(move || watch_all(&watch, &files)).await?;
-        let reason = "a file has changed";
-        envoy.order(Order::Restart { reason }).await;
+        envoy.order(Order::Restart { reason: "a file has changed" }).await;
     }
 }
 

@@ -145,8 +145,7 @@ impl Machine {
     fn steps(&self, among: impl Fn(Step) -> bool) -> impl Iterator<Item = PlannedStep> {
         let steps = Step::ALL.into_iter().filter(move |step| among(*step) && !self.skips(*step));
         steps.filter_map(|waits_for| {
-            let at_most = self.limits.at_most(waits_for)?;
-            Some(PlannedStep { waits_for, at_most })
+            Some(PlannedStep { waits_for, at_most: self.limits.at_most(waits_for)? })
         })
     }
 

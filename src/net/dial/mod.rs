@@ -88,9 +88,9 @@ pub async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
         let both: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         return Ok(both.map(|address| (address, port).into()).to_vec());
     }
-    let resolved = tokio::net::lookup_host((host, port)).await;
-    let host = host.to_owned();
-    let resolved = resolved.map_err(|source| Error::Resolve { host, source })?;
+    let resolved = tokio::net::lookup_host((host, port))
+        .await
+        .map_err(|source| Error::Resolve { host: host.to_owned(), source })?;
     Ok(resolved.collect())
 }
 
@@ -130,28 +130,27 @@ impl Dialer {
     /// failed before come last.
     pub fn candidates(&self, resolved: Vec<SocketAddr>) -> Candidates {
         let is_ipv6_first = resolved.first().is_some_and(SocketAddr::is_ipv6);
-        let has_source_family =
-            |to: &SocketAddr| self.source.is_none_or(|from| from.is_ipv4() == to.is_ipv4());
-        let unique: BTreeSet<_> = resolved.into_iter().filter(has_source_family).collect();
+        let unique: BTreeSet<_> = resolved
+            .into_iter()
+            .filter(|to| self.source.is_none_or(|from| from.is_ipv4() == to.is_ipv4()))
+            .collect();
         let mut unique = Vec::from_iter(unique);
         fastrand::shuffle(&mut unique);
         let mut failures = self.failures.lock();
         failures.retain(|_, failed_at| failed_at.elapsed() < REMEMBERED);
         // The family of the first address has the even ranks, and the other one the odd ranks.
         let mut next_rank_by_family = [0, 1];
-        let with_rank = |address: SocketAddr| {
+        let mut ranked = Vec::from_iter(unique.into_iter().map(|address| {
             let family = usize::from(address.is_ipv6() != is_ipv6_first);
             let rank = next_rank_by_family[family];
             next_rank_by_family[family] += 2;
             (failures.get(&address).copied(), rank, address)
-        };
-        let mut ranked: Vec<_> = unique.into_iter().map(with_rank).collect();
+        }));
         // An address that never failed is None and comes first.
         ranked.sort_unstable();
-        let in_order = ranked.into_iter().map(|(_, _, address)| address);
         Candidates {
             dialer: self.clone(),
-            left: in_order.rev().collect(),
+            left: ranked.into_iter().rev().map(|(_, _, address)| address).collect(),
             attempts: JoinSet::new(),
             errors: Vec::new(),
         }
@@ -179,8 +178,7 @@ impl Candidates {
             let next = self.left.pop();
             if let Some(address) = next {
                 let attempt = attempt(self.dialer.clone(), address);
-                let attempt = async move { (address, attempt.await) };
-                self.attempts.spawn(attempt);
+                self.attempts.spawn(async move { (address, attempt.await) });
             }
             tokio::select! {
                 biased;
@@ -206,19 +204,21 @@ impl Candidates {
 /// Opens a connection to one address, if the filter allows it.
 async fn attempt(dialer: Dialer, address: SocketAddr) -> Result<TcpStream, Error> {
     dialer.check(address.ip())?;
-    let connect_error = |source| Error::Connect { address, source };
     let socket = match address {
         SocketAddr::V4(_) => TcpSocket::new_v4(),
         SocketAddr::V6(_) => TcpSocket::new_v6(),
     };
-    let socket = socket.map_err(connect_error)?;
+    let socket = socket.map_err(connect_error(address))?;
     if let Some(from) = dialer.source {
-        let bound = socket.bind((from, 0).into());
-        bound.map_err(|source| Error::Bind { from, source })?;
+        socket.bind((from, 0).into()).map_err(|source| Error::Bind { from, source })?;
     }
-    let stream = socket.connect(address).await.map_err(connect_error)?;
-    stream.set_nodelay(true).map_err(connect_error)?;
+    let stream = socket.connect(address).await.map_err(connect_error(address))?;
+    stream.set_nodelay(true).map_err(connect_error(address))?;
     Ok(stream)
+}
+
+fn connect_error(address: SocketAddr) -> impl Fn(io::Error) -> Error {
+    move |source| Error::Connect { address, source }
 }
 
 #[cfg(test)]

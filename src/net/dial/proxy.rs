@@ -41,8 +41,8 @@ pub struct Proxies {
 impl Proxies {
     /// Returns the proxy for connections to a host, if any.
     pub fn find(&self, has_tls: bool, host: &str, port: u16) -> Option<&Proxy> {
-        let proxy = if has_tls { &self.https } else { &self.http };
-        proxy.as_ref().filter(|_| !is_excluded(&self.excluded, host, port))
+        let proxy = if has_tls { &self.https } else { &self.http }.as_ref()?;
+        if is_excluded(&self.excluded, host, port) { None } else { Some(proxy) }
     }
 }
 
@@ -53,8 +53,7 @@ impl Proxy {
         if scheme != "http" {
             return None;
         }
-        let authority = rest.split(['/', '?', '#']).next()?;
-        let (authorization, address) = split_user(authority);
+        let (authorization, address) = split_user(rest.split(['/', '?', '#']).next()?);
         let with_port = match address.strip_suffix(':').unwrap_or(address) {
             bare if crate::net::address::split_lenient(bare).is_none() => format!("{bare}:80"),
             with_port => with_port.to_owned(),
@@ -103,8 +102,8 @@ pub(crate) fn split_user(authority: &str) -> (Option<HeaderValue>, &str) {
 
 /// Makes a header of the Basic scheme from `user:password`. `Debug` does not show its value.
 pub(crate) fn basic(credentials: &[u8]) -> Option<HeaderValue> {
-    let text = format!("Basic {}", BASE64_STANDARD.encode(credentials));
-    let mut value = HeaderValue::try_from(text).ok()?;
+    let text = BASE64_STANDARD.encode(credentials);
+    let mut value = HeaderValue::try_from(format!("Basic {text}")).ok()?;
     value.set_sensitive(true);
     Some(value)
 }
@@ -114,9 +113,9 @@ pub(crate) fn basic(credentials: &[u8]) -> Option<HeaderValue> {
 fn is_excluded(no_proxy: &str, host: &str, port: u16) -> bool {
     let address: Option<IpAddr> = host.parse().ok();
     let is_loopback = address.is_some_and(|address| address.is_loopback());
-    let (no_proxy, host) = (no_proxy.to_ascii_lowercase(), host.to_ascii_lowercase());
-    let items = no_proxy.split(',').map(str::trim);
-    let mut items = items.filter(|item| !item.is_empty());
+    let no_proxy = no_proxy.to_ascii_lowercase();
+    let host = host.to_ascii_lowercase();
+    let mut items = no_proxy.split(',').map(str::trim).filter(|item| !item.is_empty());
     is_loopback || host == "localhost" || items.any(|item| excludes(item, &host, address, port))
 }
 

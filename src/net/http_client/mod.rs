@@ -143,7 +143,8 @@ impl Default for Client {
 
 impl Client {
     pub fn new(config: Config) -> Self {
-        let (config, tasks) = (Arc::new(config), Arc::<ConnectionTasks>::default());
+        let config = Arc::new(config);
+        let tasks = Arc::<ConnectionTasks>::default();
         Self { pool: create_pool(&config, &tasks, None), config, tasks }
     }
 
@@ -163,11 +164,9 @@ impl Client {
         let authority = host_and_port(request.uri());
         let fetched = timeout(limit, async {
             let (head, mut body) = self.send(request).await?.into_parts();
-            let bytes = body.collect(largest_body).await?;
-            Ok(Response::from_parts(head, bytes))
+            Ok(Response::from_parts(head, body.collect(largest_body).await?))
         });
-        let late = |_| Err(Error::Late { authority, limit });
-        fetched.await.unwrap_or_else(late)
+        fetched.await.unwrap_or_else(|_| Err(Error::Late { authority, limit }))
     }
 
     /// Sends a request, whose URI is absolute, and follows redirects as configured. If the request has no Host
@@ -180,8 +179,7 @@ impl Client {
             }
             response.body_mut().discard().await;
         }
-        let authority = host_and_port(request.uri());
-        Err(Error::Redirects { authority })
+        Err(Error::Redirects { authority: host_and_port(request.uri()) })
     }
 
     /// Sends a request without following redirects. Sends it again if it failed on a pooled connection.
@@ -224,8 +222,7 @@ impl Client {
             Err(error) => {
                 let cause = error.source().and_then(|cause| cause.downcast_ref());
                 let cause = cause.and_then(|ConnectError(cause)| cause.lock().take());
-                let source = error.into();
-                Err(cause.unwrap_or(Error::Broken { authority, source }))
+                Err(cause.unwrap_or(Error::Broken { authority, source: error.into() }))
             }
         }
     }
@@ -246,7 +243,8 @@ fn create_pool(config: &Arc<Config>, tasks: &ConnectionTasks, target: Option<Uri
     let is_pooled = config.keeps_connections && target.is_none();
     let config = config.clone();
     let connector = tower::service_fn(move |uri| {
-        let (config, target) = (config.clone(), target.clone().unwrap_or(uri));
+        let config = config.clone();
+        let target = target.clone().unwrap_or(uri);
         async move {
             let connected = config.connect(&target).await.map(TokioIo::new);
             connected.map_err(|error| ConnectError(Mutex::new(Some(error))))
@@ -320,16 +318,14 @@ impl Config {
             }
             _ => Either::Left(Either::Left(stream)),
         };
-        let is_proxied = proxy.is_some() && !is_tls;
-        Ok(Stream { io, is_proxied })
+        Ok(Stream { io, is_proxied: proxy.is_some() && !is_tls })
     }
 }
 
 impl Body {
     /// Returns the next bytes of the body, without trailers; `None` at its end.
     pub async fn chunk(&mut self) -> Option<Result<Bytes, Error>> {
-        let chunk = self.data.next().await?;
-        Some(chunk.map_err(|error| Error::Broken {
+        Some(self.data.next().await?.map_err(|error| Error::Broken {
             authority: self.authority.clone(),
             source: error.into(),
         }))
@@ -340,8 +336,7 @@ impl Body {
         let mut whole = BytesMut::new();
         self.read_into(&mut whole, limit + 1).await?;
         if whole.len() > limit {
-            let authority = self.authority.clone();
-            return Err(Error::TooLarge { authority, limit });
+            return Err(Error::TooLarge { authority: self.authority.clone(), limit });
         }
         Ok(whole.freeze())
     }
@@ -352,8 +347,7 @@ impl Body {
         while buffer.len() < length
             && let Some(chunk) = self.chunk().await.transpose()?
         {
-            let missing = length - buffer.len();
-            buffer.extend_from_slice(&chunk[..chunk.len().min(missing)]);
+            buffer.extend_from_slice(&chunk[..chunk.len().min(length - buffer.len())]);
         }
         Ok(())
     }
@@ -381,13 +375,11 @@ pub fn http_url(text: &str) -> Result<Uri, Error> {
 /// Returns the authority of a URL without the user information.
 fn host_and_port(uri: &Uri) -> String {
     let authority = uri.authority().map_or("", |authority| authority.as_str());
-    let host = authority.rsplit('@').next();
-    host.unwrap_or_default().to_owned()
+    authority.rsplit('@').next().unwrap_or_default().to_owned()
 }
 
 fn unusable(uri: &Uri) -> Error {
-    let found = uri.to_string();
-    Error::Url { found }
+    Error::Url { found: uri.to_string() }
 }
 
 #[cfg(test)]

@@ -36,29 +36,24 @@ impl Redirects {
         {
             return Ok(false);
         }
-        let unusable = |expected| Error::Redirect {
-            authority: host_and_port(request.uri()),
-            // The query is left out, because it may be a signature.
-            found: location.split('?').next().unwrap_or_default().to_owned(),
-            expected,
-        };
+        let base = request.uri();
         let scheme = location.get(..4).unwrap_or_default();
         let is_http = scheme.eq_ignore_ascii_case("http");
         if self == Self::SameHost && is_absolute(&location) && !is_http {
             return Ok(false);
         }
-        let next = resolve(request.uri(), &location).ok_or_else(|| unusable("a path or a URL"))?;
-        if next.host() != request.uri().host() {
+        let next =
+            resolve(base, &location).ok_or_else(|| unusable(base, &location, "a path or a URL"))?;
+        if next.host() != base.host() {
             match self {
                 Self::SameHost => return Ok(false),
                 Self::FollowPublic if next.host().is_some_and(address::is_private) => {
-                    return Err(unusable("no private address"));
+                    return Err(unusable(base, &location, "no private address"));
                 }
                 _ => {}
             }
         }
-        let endpoint = |uri: &Uri| (uri.scheme().cloned(), uri.authority().cloned());
-        if endpoint(&next) != endpoint(request.uri()) {
+        if (next.scheme(), next.authority()) != (base.scheme(), base.authority()) {
             request.headers_mut().remove(header::AUTHORIZATION);
         }
         if is_absolute(&location) {
@@ -66,6 +61,15 @@ impl Redirects {
         }
         *request.uri_mut() = next;
         Ok(true)
+    }
+}
+
+fn unusable(base: &Uri, location: &str, expected: &'static str) -> Error {
+    Error::Redirect {
+        authority: host_and_port(base),
+        // The query is left out, because it may be a signature.
+        found: location.split('?').next().unwrap_or_default().to_owned(),
+        expected,
     }
 }
 
@@ -90,11 +94,14 @@ fn resolve(base: &Uri, location: &str) -> Option<Uri> {
         relative => format!("{root}{}/{relative}", path.rsplit_once('/')?.0),
     };
     let next: Uri = next.parse().ok()?;
-    let (scheme, authority) = (next.scheme_str()?, next.authority()?);
+    let scheme = next.scheme_str()?;
+    if !["http", "https"].contains(&scheme) {
+        return None;
+    }
+    let authority = next.authority()?;
     let query = next.query().map(|query| format!("?{query}"));
     let path = without_dots(next.path()) + &query.unwrap_or_default();
-    let next = format!("{scheme}://{authority}{path}").parse().ok();
-    next.filter(|_| ["http", "https"].contains(&scheme))
+    format!("{scheme}://{authority}{path}").parse().ok()
 }
 
 /// Removes the segments `.` and `..` of an absolute path.
@@ -108,7 +115,9 @@ fn without_dots(path: &str) -> String {
         }
     }
     // A path that ends with a dot segment names a directory, so it gets a slash at its end.
-    segments.extend(matches!(path.rsplit('/').next(), Some("." | "..")).then_some(""));
+    if matches!(path.rsplit('/').next(), Some("." | "..")) {
+        segments.push("");
+    }
     format!("/{}", segments.join("/"))
 }
 

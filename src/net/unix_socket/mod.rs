@@ -121,8 +121,7 @@ pub fn link(path: &Path, own: &Path) -> Result<(), Problem> {
 /// Returns true if [`link`] has made `path`, and not another process that also uses a link.
 pub fn is_link_to_container(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let target = fs::read_link(path).unwrap_or_default();
-    target.to_string_lossy().starts_with(&format!("{name}-"))
+    fs::read_link(path).unwrap_or_default().to_string_lossy().starts_with(&format!("{name}-"))
 }
 
 /// Like [`bind`], but also takes a socket on which another process listens, and logs this as an error.
@@ -158,8 +157,7 @@ fn remove_stale(path: &Path) -> Result<(), Problem> {
         return remove_directory(path);
     }
     if let (true, Ok(pid)) = (kind.is_socket(), find_listener(path)) {
-        let found = format!("process {pid} listens on it");
-        return Err(problem(codes::SOCKET_TAKEN, path, found));
+        return Err(problem(codes::SOCKET_TAKEN, path, format!("process {pid} listens on it")));
     }
     fs::remove_file(path).map_err(io_problem(path, "remove the stale socket"))
 }
@@ -232,7 +230,8 @@ impl Listener {
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW);
         while let Some((stream, permit)) = shutdown.run_until_cancelled(self.accept()).await {
-            let (service, http2) = (service.clone(), http2.clone());
+            let service = service.clone();
+            let http2 = http2.clone();
             let connection = async move {
                 let _permit = permit;
                 // A silent client does not cost the kilobytes of HTTP/2.
@@ -292,8 +291,9 @@ impl Drop for Listener {
 /// Waits for the first byte, and leaves it unread. Returns false if there is none in time.
 async fn has_first_byte(stream: &UnixStream) -> bool {
     let mut byte = [0; 1];
-    let peek = || Ok(rustix::net::recv(stream, &mut byte, RecvFlags::PEEK)?);
-    let peeked = stream.async_io(Interest::READABLE, peek);
+    let peeked = stream.async_io(Interest::READABLE, || {
+        Ok(rustix::net::recv(stream, &mut byte, RecvFlags::PEEK)?)
+    });
     match tokio::time::timeout(FIRST_BYTE, peeked).await {
         Ok(peeked) => peeked.is_ok_and(|(read, _)| read > 0),
         Err(_) => {

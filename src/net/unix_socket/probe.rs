@@ -52,8 +52,7 @@ pub async fn health(path: &Path) -> Health {
 }
 
 async fn handshake(path: &Path) -> io::Result<()> {
-    let connected = UnixStream::connect(path).await;
-    let mut stream = connected.map_err(|error| explained(path, error))?;
+    let mut stream = UnixStream::connect(path).await.map_err(|error| explained(path, error))?;
     stream.write_all(PREFACE).await?;
     let mut head = [0; 9];
     stream.read_exact(&mut head).await?;

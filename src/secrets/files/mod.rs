@@ -79,7 +79,8 @@ pub fn new(
 ) -> (Files, impl Future<Output = ()> + Send + use<>) {
     let table = Arc::new(Table::default());
     let watcher = Watcher::new(table.clone(), clock, config.debounce, registry);
-    let (mut own, mut existed) = (Vec::new(), [false; 2]);
+    let mut own = Vec::new();
+    let mut existed = [false; 2];
     if let Some(workload) = &config.workload {
         for (source, existed) in workload.sources().into_iter().zip(&mut existed) {
             own.extend(watcher.pin(source.clone(), !workload.is_only_source));
@@ -134,8 +135,9 @@ impl Files {
 
     /// Returns the secrets in use other than the workload's own, by the names Envoy requests.
     pub fn others(&self) -> BTreeMap<String, SecretState> {
-        let entries = self.table.entries().into_iter();
-        entries
+        self.table
+            .entries()
+            .into_iter()
             .filter(|entry| !self.own.iter().any(|own| Arc::ptr_eq(own, entry)))
             .map(|entry| (entry.source.to_string(), entry.state()))
             .collect()
@@ -189,8 +191,7 @@ impl Files {
         let workload = self.config.workload.as_ref()?;
         match state {
             SecretState::Available(Secret::Roots(own)) => {
-                let merged = self.merge_with_mesh(own);
-                Some(SecretState::Available(Secret::Roots(merged)))
+                Some(SecretState::Available(Secret::Roots(self.merge_with_mesh(own))))
             }
             SecretState::Available(_) => Some(state),
             // Files from the start are waited for, because the authority would sign another identity. Unusable
@@ -221,6 +222,6 @@ impl Files {
 
 /// Returns true if two paths have the same spelling, once both are absolute.
 fn same_file(one: &Path, other: &Path) -> bool {
-    let absolute = |path: &Path| std::path::absolute(path).ok();
-    absolute(one).is_some_and(|one| Some(one) == absolute(other))
+    let [one, other] = [one, other].map(|path| std::path::absolute(path).ok());
+    one.is_some() && one == other
 }

@@ -15,6 +15,7 @@ use crate::problem::{Problem, codes};
 use crate::secrets::certificate::{Certificate, Secret};
 use crate::secrets::trust::Roots;
 use crate::secrets::x509;
+use crate::secrets::x509::Error::NoCertificate;
 use crate::trust::pem;
 
 /// The largest file read, many times the bundle of an operating system.
@@ -46,7 +47,7 @@ impl Source {
                 let file = read(path)?;
                 let (roots, invalid_certificates) = Roots::from_file(&file);
                 let roots =
-                    roots.ok_or_else(|| unusable(path, file.len(), x509::no_certificate(&file)))?;
+                    roots.ok_or_else(|| unusable(path, file.len(), NoCertificate(file.len())))?;
                 Ok(Checked {
                     secret: Secret::Roots(roots),
                     invalid_certificates,
@@ -78,13 +79,14 @@ impl fmt::Display for Source {
 }
 
 fn read_pair(chain_path: &Path, key_path: &Path) -> Result<Checked, Problem> {
-    let (chain, key) = (read(chain_path)?, read(key_path)?);
+    let chain = read(chain_path)?;
+    let key = read(key_path)?;
     let non_pem_text = pem::left_over(&chain).or_else(|| pem::left_over(&key));
     let key_length = key.len();
     let leaf =
         x509::parse_chain(&chain).map_err(|found| unusable(chain_path, chain.len(), found))?;
-    let certificate = Certificate::new(chain, leaf, key);
-    let certificate = certificate.map_err(|found| unusable(key_path, key_length, found))?;
+    let certificate = Certificate::new(chain, leaf, key)
+        .map_err(|found| unusable(key_path, key_length, found))?;
     Ok(Checked {
         secret: Secret::Certificate(Arc::new(certificate)),
         invalid_certificates: 0,
@@ -93,7 +95,7 @@ fn read_pair(chain_path: &Path, key_path: &Path) -> Result<Checked, Problem> {
 }
 
 /// Returns the problem of a file, which counts as missing if it is empty.
-fn unusable(path: &Path, bytes: usize, found: String) -> Problem {
+fn unusable(path: &Path, bytes: usize, found: x509::Error) -> Problem {
     let code = match bytes {
         0 => codes::SECRET_FILE_MISSING,
         _ => codes::SECRET_FILE_UNUSABLE,

@@ -36,17 +36,18 @@ impl Subscription {
         let files = &self.files;
         // Two names may have one source.
         let sources: HashSet<_> = names.iter().filter_map(|name| files.source(name)).collect();
-        let entries = sources.into_iter().filter_map(|source| files.table.subscribe(source, false));
-        self.entries = entries.collect();
+        self.entries =
+            sources.into_iter().filter_map(|source| files.table.subscribe(source, false)).collect();
     }
 
     pub fn get(&self, name: &Name) -> SecretState {
         if let Some(state) = self.files.get(name) {
             return state;
         }
-        let authority = self.authority.as_ref();
-        let secret = authority.and_then(|authority| authority.latest().secret(name));
-        secret.map_or(SecretState::Unsigned, SecretState::Available)
+        self.authority
+            .as_ref()
+            .and_then(|authority| authority.latest().secret(name))
+            .map_or(SecretState::Unsigned, SecretState::Available)
     }
 
     /// Returns the failure of the authority's latest attempt.

@@ -128,9 +128,11 @@ impl Watcher {
 
     /// Makes the affected sources be read again.
     fn notify(&self, is_affected: impl Fn(&Source) -> bool) {
-        let entries = self.table.entries().into_iter();
-        let affected = entries.filter(|entry| is_affected(&entry.source));
-        affected.for_each(|entry| entry.changed.notify_one());
+        for entry in self.table.entries() {
+            if is_affected(&entry.source) {
+                entry.changed.notify_one();
+            }
+        }
     }
 
     /// Logs and counts that files cannot be watched.
@@ -163,7 +165,8 @@ impl Watcher {
         }
         let mut poll = tokio::time::interval_at(after(POLL), POLL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut is_watched, mut is_idle) = (true, false);
+        let mut is_watched = true;
+        let mut is_idle = false;
         loop {
             is_watched = self.watch_and_read(&entry, is_watched).await;
             tokio::select! {
@@ -184,18 +187,19 @@ impl Watcher {
     /// to watch is reported only if they `were_watched` before.
     async fn watch_and_read(&self, entry: &Entry, were_watched: bool) -> bool {
         let source = &entry.source;
-        let (watch, files) = (self.watch.lock().clone(), source.clone());
-        let read = move || {
+        let watch = self.watch.lock().clone();
+        let files = source.clone();
+        // The semaphore is never closed.
+        let _permit = self.reads.acquire().await;
+        let reading = tokio::task::spawn_blocking(move || {
             // The watch begins before the read, so that no change is missed in between.
             let watched = watch.map(|watch| {
                 let results = files.paths().map(|path| watch.watch(path));
                 results.fold(Ok(()), Result::and)
             });
             (watched, files.read())
-        };
-        // The semaphore is never closed.
-        let _permit = self.reads.acquire().await;
-        let (watched, content) = match tokio::task::spawn_blocking(read).await {
+        });
+        let (watched, content) = match reading.await {
             Ok(finished) => finished,
             Err(error) => {
                 // Reading should not panic. If it does, the source keeps its state until the next poll.
@@ -215,7 +219,8 @@ impl Watcher {
     /// Publishes a secret if it differs, or the problem if there has been no usable secret. A problem is
     /// logged and counted once, and again when it is another one.
     fn publish(&self, entry: &Entry, read: Result<Checked, Problem>) {
-        let (source, mut content) = (&entry.source, entry.content.lock());
+        let source = &entry.source;
+        let mut content = entry.content.lock();
         let is_available = matches!(content.state, SecretState::Available(_));
         match read {
             Ok(Checked { secret, invalid_certificates, non_pem_text }) => {
@@ -224,7 +229,8 @@ impl Watcher {
                     return;
                 }
                 tracing::info!(target: "cache", resource = %source, "read certificate from file");
-                let (subject, now) = (source.to_string(), self.clock.now());
+                let subject = source.to_string();
+                let now = self.clock.now();
                 if let Secret::Certificate(certificate) = &secret
                     && let Some(problem) = certificate.leaf.validity_problem(&subject, now)
                 {

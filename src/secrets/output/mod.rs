@@ -48,19 +48,19 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
             secrets.changed().await;
             continue;
         };
-        let task_config = config.clone();
-        let write = move || {
+        let directory = config.clone();
+        let writing = tokio::task::spawn_blocking(move || {
             let contents = [certificate.key_pem(), certificate.chain_pem(), roots.pem()];
-            write_all(&task_config, contents)
-        };
-        let done = tokio::task::spawn_blocking(write).await;
-        let Err(error) = done.unwrap_or_else(|error| Err(error.into())) else {
+            write_all(&directory, contents)
+        });
+        let Err(error) = writing.await.unwrap_or_else(|error| Err(error.into())) else {
             retry.reset();
             written = unwritten;
             continue;
         };
         let wait = retry.next_wait().max(Duration::from_millis(100));
-        let (problem, next) = (problem(&config, error), rounded(wait));
+        let problem = problem(&config, error);
+        let next = rounded(wait);
         tracing::error!(
             target: "cache",
             "error when output the resource: {problem}; next attempt in {next}"

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::time::{sleep, sleep_until, timeout};
 
 use super::*;
-use crate::ca::{SignError, csr};
+use crate::ca::{Reached, SignError, csr};
 use crate::secrets::cache::CertificateCache;
 use crate::secrets::renewal::Renewal;
 
@@ -59,7 +59,7 @@ fn failure(code: Code) -> SignError {
 }
 
 impl Ca for Agent {
-    async fn reach(&self) -> Result<bool, SignError> {
+    async fn reach(&self) -> Result<Reached, SignError> {
         let now = Instant::now();
         let is_lost = match self.outage {
             Outage::Refused => now < self.end,
@@ -70,14 +70,14 @@ impl Ca for Agent {
             self.is_connected.store(false, Ordering::Relaxed);
         }
         if self.is_connected.load(Ordering::Relaxed) || now >= self.end && self.has_stream {
-            return Ok(true);
+            return Ok(Reached::Before);
         }
         let limit = if self.outage == Outage::Silent { LIMIT } else { Duration::ZERO };
         match timeout(limit, sleep_until(self.end)).await {
             Err(_) if now < self.end => Err(failure(Code::Unavailable)),
             _ => {
                 self.is_connected.store(true, Ordering::Relaxed);
-                Ok(false)
+                Ok(Reached::Now)
             }
         }
     }

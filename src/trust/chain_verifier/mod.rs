@@ -45,10 +45,11 @@ impl TrustAnchors {
             Some(webpki::Error::CaUsedAsEndEntity) => {
                 let mut roots = roots.iter().filter_map(parse);
                 if roots.any(|root| root.as_raw() == &leaf[..] || has_signed(&root, &parsed)) {
-                    let usage = parsed.extended_key_usage();
-                    let is_right = usage.is_ok_and(|it| it.is_none_or(|it| allows(it.value)));
-                    let refused = CertificateError::InvalidPurpose.into();
-                    return is_right.then_some(()).ok_or(refused);
+                    return match parsed.extended_key_usage() {
+                        Ok(None) => Ok(()),
+                        Ok(Some(usage)) if allows(usage.value) => Ok(()),
+                        _ => Err(CertificateError::InvalidPurpose.into()),
+                    };
                 }
                 ISSUE_ANOTHER.to_owned()
             }
@@ -64,7 +65,7 @@ impl TrustAnchors {
             },
             _ => return verdict,
         };
-        let (subject, issuer) = (parsed.subject().to_string(), parsed.issuer().to_string());
+        let [subject, issuer] = [parsed.subject(), parsed.issuer()].map(ToString::to_string);
         let limit = format!("the certificate {subject:.256}, issued by {issuer:.256}, {limit}");
         Err(Error::Other(OtherError(Arc::new(io::Error::other(limit)))))
     }
@@ -76,10 +77,12 @@ impl TrustAnchors {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<(), Error> {
-        let (parsed, all) = (ParsedCertificate::try_from(leaf)?, algorithms().all);
+        let parsed = ParsedCertificate::try_from(leaf)?;
+        let all = algorithms().all;
         // Go accepts a leaf that is itself a root, without a chain.
         let is_root = self.certificates.iter().any(|root| root == leaf);
-        let (roots, others) = (&self.store, if is_root { &[] } else { intermediates });
+        let roots = &self.store;
+        let others = if is_root { &[] } else { intermediates };
         let mut verdict =
             verify_server_cert_signed_by_trust_anchor(&parsed, roots, others, now, all);
         if is_root && verdict.as_ref().is_err_and(lacks_issuer) {
@@ -146,11 +149,12 @@ impl OneOf {
 pub(crate) fn alternative_names(certificate: &X509Certificate<'_>) -> Vec<String> {
     let extension = certificate.subject_alternative_name().ok().flatten();
     let names = extension.iter().flat_map(|extension| &extension.value.general_names);
-    let texts = names.filter_map(|name| match name {
-        GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
-        _ => None,
-    });
-    texts.collect()
+    names
+        .filter_map(|name| match name {
+            GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
+            _ => None,
+        })
+        .collect()
 }
 
 /// Returns true if a DNS name of a certificate is a wildcard for this host.
@@ -221,7 +225,8 @@ pub(crate) fn parse<'a>(der: &'a CertificateDer<'_>) -> Option<X509Certificate<'
 
 /// Checks that a root has signed the certificate, and may sign any certificate by the rules of Go.
 fn has_signed(root: &X509Certificate<'_>, certificate: &X509Certificate<'_>) -> bool {
-    let (message, signature) = (&certificate.tbs_certificate, &certificate.signature_value);
+    let message = &certificate.tbs_certificate;
+    let signature = &certificate.signature_value;
     root.subject() == certificate.issuer()
         && (root.is_ca() || root.version() == X509Version::V1)
         && (root.key_usage()).is_ok_and(|it| it.is_none_or(|it| it.value.key_cert_sign()))
@@ -233,8 +238,7 @@ fn has_signed(root: &X509Certificate<'_>, certificate: &X509Certificate<'_>) -> 
 pub(crate) fn verifies(signer: &X509Certificate<'_>, message: &[u8], signature: &[u8]) -> bool {
     let key = SubjectPublicKeyInfoDer::from(signer.public_key().raw);
     RawPublicKeyEntity::try_from(&key).is_ok_and(|key| {
-        let verify = |it| key.verify_signature(it, message, signature);
-        algorithms().all.iter().any(|it| verify(*it).is_ok())
+        algorithms().all.iter().any(|it| key.verify_signature(*it, message, signature).is_ok())
     })
 }
 

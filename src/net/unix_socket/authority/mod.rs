@@ -22,6 +22,8 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_util::io::poll_read_buf;
 
+use crate::runtime::lifecycle::BoxError;
+
 /// The number of bytes to read at once.
 const READ: usize = 8 << 10;
 
@@ -142,16 +144,14 @@ impl Rewriter {
     /// invalid frames once a block has been replaced; before, `h2` rejects them.
     fn rewrite(&mut self, output: &mut BytesMut) -> io::Result<bool> {
         match self.read_frames(output) {
-            Err(problem) if self.replaces => {
-                Err(io::Error::new(io::ErrorKind::InvalidData, problem))
-            }
+            Err(error) if self.replaces => Err(error),
             result => Ok(result.unwrap_or(true)),
         }
     }
 
     /// Passes frames without headers, and collects the frames of each header block. Returns true if the rest may
     /// pass unchanged, false if the rest is an incomplete frame or header block.
-    fn read_frames(&mut self, output: &mut BytesMut) -> Result<bool, String> {
+    fn read_frames(&mut self, output: &mut BytesMut) -> io::Result<bool> {
         loop {
             let passed = self.pass_through_left.min(self.input.len());
             output.unsplit(self.input.split_to(passed));
@@ -170,13 +170,13 @@ impl Rewriter {
                     continue;
                 }
                 (_, Some(_)) => {
-                    return Err(format!(
+                    return Err(invalid(format!(
                         "a frame of type {kind} within a header block, expected CONTINUATION"
-                    ));
+                    )));
                 }
             }
             if seen + frame_length > MAX_BLOCK {
-                return Err(format!("a header block of more than {MAX_BLOCK} bytes"));
+                return Err(invalid(format!("a header block of more than {MAX_BLOCK} bytes")));
             }
             let Some(payload) = self.input.get(seen + HEAD..seen + frame_length) else {
                 return Ok(false);
@@ -189,7 +189,7 @@ impl Rewriter {
             });
             let fragment = match kind {
                 HEADERS => fragment_in_headers(payload, flags)
-                    .ok_or("HEADERS that are shorter than their padding")?,
+                    .ok_or_else(|| invalid("HEADERS that are shorter than their padding"))?,
                 _ => payload,
             };
             block.fragments.extend_from_slice(fragment);
@@ -202,12 +202,12 @@ impl Rewriter {
 
     /// Decodes the complete block. Returns true if the first request needs no replacement. From the first invalid
     /// authority on, re-encodes every block and returns false.
-    fn finish_block(&mut self, output: &mut BytesMut) -> Result<bool, String> {
+    fn finish_block(&mut self, output: &mut BytesMut) -> io::Result<bool> {
         let Some(block) = self.block.take() else {
             return Ok(false);
         };
-        let plain = without_huffman(&mut self.huffman, &block.fragments);
-        let plain = plain.ok_or("a header block that cannot be decoded")?;
+        let plain = without_huffman(&mut self.huffman, &block.fragments)
+            .ok_or_else(|| invalid("a header block that cannot be decoded"))?;
         let mut fields = decode(&mut self.decoder, &plain)?;
         for (name, value) in &mut fields {
             if name == AUTHORITY && Authority::try_from(&value[..]).is_err() {
@@ -221,6 +221,10 @@ impl Rewriter {
         }
         Ok(!self.replaces)
     }
+}
+
+fn invalid(found: impl Into<BoxError>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, found)
 }
 
 /// Returns the part of a header block in a HEADERS frame, without padding and priority.
@@ -290,7 +294,7 @@ fn integer(bytes: &[u8], prefix: u32) -> Option<(usize, usize)> {
 }
 
 /// Decodes a block without Huffman coding. Fails if the fields are larger than [`MAX_BLOCK`].
-fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
+fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> io::Result<Fields> {
     let mut fields = Fields::new();
     let mut size = 0;
     let decoded = decoder.decode_with_cb(block, |name, value| {
@@ -299,9 +303,9 @@ fn decode(decoder: &mut Decoder<'_>, block: &[u8]) -> Result<Fields, String> {
             fields.push((name.into_owned(), value.into_owned()));
         }
     });
-    decoded.map_err(|error| format!("a header block that cannot be decoded: {error}"))?;
+    decoded.map_err(|error| invalid(format!("a header block that cannot be decoded: {error}")))?;
     if size > MAX_BLOCK {
-        return Err(format!("{size} bytes of headers, expected {MAX_BLOCK} at most"));
+        return Err(invalid(format!("{size} bytes of headers, expected {MAX_BLOCK} at most")));
     }
     Ok(fields)
 }

@@ -1,0 +1,33 @@
+//! Configures TLS clients that are not connections to istiod.
+
+use std::sync::Arc;
+
+use rustls::client::danger::ServerCertVerifier;
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{ClientConfig, Error};
+
+use super::chain_verifier::OneOf;
+use super::compliance::Policy;
+use super::trust_anchors::TrustAnchors;
+use crate::net::unverified_tls;
+
+/// Returns the configuration of a client that presents `pair`, and accepts certificates below `roots` with one of
+/// `names`, or with any name if there are none. Without roots it accepts any certificate.
+pub(crate) fn config(
+    roots: Option<TrustAnchors>,
+    names: Vec<String>,
+    pair: Option<CertifiedKey>,
+    alpn_protocols: Vec<Vec<u8>>,
+) -> Result<ClientConfig, Error> {
+    let verifier: Arc<dyn ServerCertVerifier> = match roots {
+        Some(roots) => Arc::new(OneOf { roots, names }),
+        None => unverified_tls::verifier(),
+    };
+    let builder = Policy::None.builder()?.dangerous().with_custom_certificate_verifier(verifier);
+    let mut config = match pair {
+        Some(pair) => builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(pair))),
+        None => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = alpn_protocols;
+    Ok(config)
+}
