@@ -16,7 +16,6 @@ const SUBJECT_ALT_NAME: [u64; 4] = [2, 5, 29, 17];
 /// The tag of a URI in GeneralName (RFC 5280, section 4.2.1.6).
 const URI_NAME: Tag = Tag { tag_class: yasna::TagClass::ContextSpecific, tag_number: 6 };
 
-/// A certificate request and its key.
 #[derive(Clone)]
 pub struct Request {
     pub csr_pem: String,

@@ -64,7 +64,6 @@ fn rsa_size(bits: u32) -> KeySize {
     }
 }
 
-/// Writes a key as PEM.
 pub(super) fn to_pem(
     key: &KeyPair,
     key_type: KeyType,

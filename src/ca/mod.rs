@@ -35,7 +35,6 @@ pub enum Reached {
     Now,
 }
 
-/// The error of a request that the authority did not sign.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("create certificate: rpc error: code = {} desc = {message}", code_name(*.code))]
 pub struct SignError {

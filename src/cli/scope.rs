@@ -55,7 +55,7 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
         return Ok(serde_json::to_string_pretty(&usage)?);
     }
     let keep = Keep { hosts: flags.keep.clone(), looked_up: flags.include_asked };
-    Ok(advice::sidecar(&usage, &keep)?)
+    advice::sidecar(&usage, &keep)
 }
 
 /// Merges the usage of the pods in these files, which have at most `budget` bytes in all.
@@ -72,7 +72,7 @@ fn merged(paths: &[PathBuf], mut budget: u64) -> Result<Usage, BoxError> {
     let first = usages
         .next()
         .ok_or("the files of --merge are empty, expected output of `pilot-agent scope --json`")?;
-    Ok(usages.try_fold(first, advice::merge)?)
+    usages.try_fold(first, advice::merge)
 }
 
 /// Reads one or more outputs in a file, and subtracts its size from the budget.

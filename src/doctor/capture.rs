@@ -70,7 +70,6 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     vec![Check::skipped(NAME, why)]
 }
 
-/// Makes the checks for each address family of the pod.
 async fn captured(subject: Subject<'_>) -> Vec<Check> {
     let own = &subject.config.bootstrap.node.addresses;
     let is_first_v6 = own.first().is_some_and(IpAddr::is_ipv6);

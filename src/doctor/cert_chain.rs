@@ -11,7 +11,7 @@ use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{CertificateError, Error};
 use x509_parser::parse_x509_certificate;
 
-use super::checked;
+use super::{checked, error};
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
 use crate::runtime::clock::rfc3339;
@@ -27,7 +27,6 @@ impl Facts {
         pem::items::<CertificateDer>(pem).flatten().flat_map(|der| Self::read(&der)).collect()
     }
 
-    /// Checks that the certificate is valid now. `name` names it.
     pub(super) fn validity(&self, name: &str, now: SystemTime) -> Check {
         let found = format!("{self}, valid until {}", rfc3339(self.not_after));
         checked(name, self.validity_problem(name, now).map_or(Ok(found), Err))
@@ -47,8 +46,7 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let facts = Facts::of_pem(chain);
     let mut checks = facts.iter().map(|link| link.validity(name, now));
     let leaf = checks.next().unwrap_or_else(|| {
-        let found = "there is no certificate in it";
-        Check::from(&Problem::new(codes::SECRET_FILE_UNUSABLE, name, found))
+        error(codes::SECRET_FILE_UNUSABLE, name, "there is no certificate in it")
     });
     if leaf.level == Level::Error {
         return leaf;
@@ -65,8 +63,7 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let roots = Facts::of_pem(roots);
     let signer = roots.iter().find(|root| facts.iter().any(|link| link.issuer == root.subject));
     if let Some(signer) = signer.filter(|root| root.not_after < now) {
-        let found = signer.validity("", now).found;
-        return Check::from(&Problem::new(codes::ROOTS_EXPIRED, ROOTS, found));
+        return error(codes::ROOTS_EXPIRED, ROOTS, signer.validity("", now).found);
     }
     if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
         return Check {

@@ -36,8 +36,7 @@ fn foreign_address(config: &Config) -> Option<Check> {
     if !is_captured(config) {
         return None;
     }
-    let error = UdpSocket::bind((*address, 0)).err()?;
-    if error.kind() != io::ErrorKind::AddrNotAvailable {
+    if UdpSocket::bind((*address, 0)).err()?.kind() != io::ErrorKind::AddrNotAvailable {
         return None;
     }
     let found = format!("{address} is on no interface");

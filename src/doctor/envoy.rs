@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use super::{PROBE_LIMIT, Running, Subject, capture, peers, run_blocking};
+use super::{PROBE_LIMIT, Running, Subject, capture, error, peers, run_blocking};
 use crate::config;
 use crate::envoy::crash::Crash;
 use crate::envoy::handle::{Method, Outcome, Report};
@@ -80,7 +80,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
                 None if is_closed && report.is_some_and(has_just_started) => {
                     Check::skipped(ADMIN, format!("Envoy has just started: {why}"))
                 }
-                None => Check::from(&Problem::new(codes::ENVOY_HANGS, ADMIN, why)),
+                None => error(codes::ENVOY_HANGS, ADMIN, why),
             });
         }
     }
@@ -113,7 +113,6 @@ fn has_just_started(report: Report) -> bool {
     age.is_some_and(|age| age < START_LIMIT)
 }
 
-/// Returns a counter of a page of Envoy's statistics.
 fn count(page: &str, name: &str) -> u64 {
     page.lines()
         .find_map(|line| line.strip_prefix(name)?.strip_prefix(": ")?.parse().ok())
@@ -159,7 +158,6 @@ fn taken_by_successor(running: &Running) -> Option<Check> {
     }
 }
 
-/// Checks Envoy's process by the report of its supervisor.
 fn process(report: &Report) -> Vec<Check> {
     if let Some(problem) = report.problem() {
         return vec![Check::from(&problem)];

@@ -35,7 +35,6 @@ const NO_CLUSTER: &str = "outbound|1||istio-agent-doctor.invalid";
 /// The metadata that istiod compares with the token, and from which it derives the format of its response.
 const METADATA: [&str; 4] = ["NAMESPACE", "SERVICE_ACCOUNT", "CLUSTER_ID", "ISTIO_VERSION"];
 
-/// Makes the checks with these credentials.
 pub(super) async fn checks(
     subject: Subject<'_>,
     credentials: &Credentials,
@@ -120,7 +119,6 @@ async fn examine(
     (checks, works)
 }
 
-/// Checks an open connection and istiod's certificate.
 fn connected(config: &Config, probe: &Probe) -> Check {
     let name = format!("connection to {}", config.subject());
     let about = probe.connection.about();
@@ -140,7 +138,6 @@ fn connected(config: &Config, probe: &Probe) -> Check {
     check
 }
 
-/// Sends a discovery request, and checks the response.
 async fn ask(
     subject: Subject<'_>,
     config: &Config,

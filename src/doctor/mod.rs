@@ -31,7 +31,7 @@ use crate::envoy::handle::Envoy;
 use crate::istiod::Istiod;
 use crate::net::dial;
 use crate::net::http_client::{self, Client, http_url};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem, codes};
 use crate::report::{Check, Group, Level, Report};
 use crate::runtime::blocking::{THREADS, run_within, unfinished};
 use crate::runtime::clock;
@@ -45,7 +45,6 @@ use crate::xds::observe::Observer;
 use bytes::Bytes;
 use http::{Request, Response};
 
-/// The time limit of a report.
 pub const LIMIT: Duration = Duration::from_millis(2200);
 /// The time limit of one request, dial, lookup or read, so that the other checks of its group are reported.
 const PROBE_LIMIT: Duration = Duration::from_millis(1800);
@@ -71,7 +70,6 @@ pub struct Running {
     pub pair: Option<Pair>,
 }
 
-/// The subject of all checks: the configuration and, in the agent itself, its modules.
 #[derive(Clone, Copy, Debug)]
 struct Subject<'a> {
     config: &'a Config,
@@ -162,13 +160,11 @@ pub fn used_up_ports(error: &http_client::Error) -> Option<Problem> {
     is_used_up.then(|| Problem::new(codes::PORTS_USED_UP, resources::PORTS, found))
 }
 
-/// Makes the checks of a group within [`LIMIT`].
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
     let made = tokio::time::timeout(LIMIT, checks).await;
     Group::new(name, made.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]))
 }
 
-/// Reports what a check found: a passed check, or its problem.
 fn checked(name: impl ToString, found: Result<impl ToString, Problem>) -> Check {
     match found {
         Ok(found) => Check::ok(name, found),
@@ -177,5 +173,9 @@ fn checked(name: impl ToString, found: Result<impl ToString, Problem>) -> Check 
 }
 
 fn late(name: impl ToString, why: impl ToString) -> Check {
-    Check::from(&Problem::new(codes::CHECKS_LATE, name, why))
+    error(codes::CHECKS_LATE, name, why)
+}
+
+fn error(code: &'static Code, name: impl ToString, found: impl ToString) -> Check {
+    Check::from(&Problem::new(code, name, found))
 }

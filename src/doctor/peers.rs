@@ -20,13 +20,14 @@ use tokio::time::{timeout, timeout_at};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-use super::{PROBE_LIMIT, Subject, late};
+use super::{PROBE_LIMIT, Subject, error, late};
 use crate::envoy::admin::{self, Admin};
 use crate::envoy::inspect::{self, FailingEndpoint};
 use crate::istiod::tls;
 use crate::problem::{Code, Problem, codes};
 use crate::report::{Check, Level};
 use crate::runtime::clock::{after, rfc3339};
+use crate::runtime::lifecycle::BoxError;
 use crate::secrets::name::Name;
 use crate::secrets::{Facts, Secret, Subscription};
 use crate::trust::{key_pair, tls_client, trust_anchors};
@@ -45,29 +46,6 @@ enum Transport {
     Tls(Tls),
     /// The agent cannot connect in this way.
     Other(String),
-}
-
-/// Why a handshake is not checked.
-#[derive(Debug, thiserror::Error)]
-enum Unchecked {
-    #[error("{0}")]
-    Clusters(String),
-    #[error("Envoy does not have the cluster any more")]
-    NoCluster,
-    #[error("transport socket {0}")]
-    Transport(String),
-    #[error("only the running agent has the key")]
-    NotRunning,
-    #[error("another process serves the key")]
-    ServedByOther,
-    #[error("the agent does not have the secret {0}")]
-    NoSecret(String),
-    #[error(transparent)]
-    Roots(#[from] trust_anchors::Error),
-    #[error(transparent)]
-    Pair(#[from] key_pair::Unusable),
-    #[error(transparent)]
-    Tls(#[from] Error),
 }
 
 /// The part of Envoy's `UpstreamTlsContext` that a handshake depends on.
@@ -118,8 +96,7 @@ pub(super) async fn checks(subject: Subject<'_>, admin: &Admin) -> Vec<Check> {
         ),
     ] {
         if !names.is_empty() {
-            let names = Vec::from_iter(names);
-            checks.push(Check::from(&Problem::new(code, subject, names.join(", "))));
+            checks.push(error(code, subject, Vec::from_iter(names).join(", ")));
         }
     }
     checks
@@ -148,7 +125,7 @@ async fn examine(
             };
             let count = endpoint.failed_connections;
             let found = format!("{address}: {error}; failed connections of Envoy: {count}");
-            return Check::from(&Problem::new(code, cluster, found));
+            return super::error(code, cluster, found);
         }
     };
     let fault = match fault(subject, endpoint, stream, clusters).await {
@@ -159,9 +136,7 @@ async fn examine(
         }
     };
     match fault {
-        Some((code, found)) => {
-            Check::from(&Problem::new(code, cluster, format!("{address}: {found}")))
-        }
+        Some((code, found)) => error(code, cluster, format!("{address}: {found}")),
         None => requests(endpoint),
     }
 }
@@ -172,34 +147,30 @@ async fn fault(
     endpoint: &FailingEndpoint,
     stream: TcpStream,
     clusters: &Result<[Value; 2], admin::Error>,
-) -> Result<Option<Fault>, Unchecked> {
-    let clusters = clusters.as_ref().map_err(|error| Unchecked::Clusters(error.to_string()))?;
-    match transport(clusters, &endpoint.cluster, &endpoint.address).ok_or(Unchecked::NoCluster)? {
+) -> Result<Option<Fault>, BoxError> {
+    let clusters = clusters.as_ref().map_err(ToString::to_string)?;
+    let transport = transport(clusters, &endpoint.cluster, &endpoint.address);
+    match transport.ok_or("Envoy does not have the cluster any more")? {
         Transport::PlainText if endpoint.requests_fail() => Ok(plain_text(stream).await),
         Transport::PlainText => Ok(None),
         Transport::Tls(tls) => Ok(handshake(stream, &tls, client(subject, &tls)?).await),
-        Transport::Other(name) => Err(Unchecked::Transport(name)),
+        Transport::Other(name) => Err(format!("transport socket {name}").into()),
     }
 }
 
 /// Reports the requests that fail at an endpoint whose connections work.
 fn requests(endpoint: &FailingEndpoint) -> Check {
-    let FailingEndpoint {
-        cluster,
-        address,
-        failed_requests: failed,
-        late_requests: late,
-        successful_requests: good,
-        ..
-    } = endpoint;
+    let FailingEndpoint { cluster, address, failed_requests: failed, .. } = endpoint;
     if !endpoint.requests_fail() {
         return Check::ok(cluster, format!("{address}: connections work again"));
     }
+    let late = endpoint.late_requests;
+    let good = endpoint.successful_requests;
     let found = format!(
         "{address}: since Envoy's start {failed} requests failed ({late} of them without an answer in time), \
          {good} did not; connections work"
     );
-    let level = if *failed >= MANY_REQUESTS && *good == 0 { Level::Warning } else { Level::Ok };
+    let level = if *failed >= MANY_REQUESTS && good == 0 { Level::Warning } else { Level::Ok };
     Check::with_level(level, &Problem::new(codes::REQUESTS_FAIL, cluster, found))
 }
 
@@ -295,10 +266,10 @@ fn text(value: &Value) -> Option<String> {
 }
 
 /// Prepares a handshake with the secrets that Envoy has from the agent.
-fn client(subject: Subject<'_>, tls: &Tls) -> Result<ClientConfig, Unchecked> {
-    let running = subject.running.ok_or(Unchecked::NotRunning)?;
+fn client(subject: Subject<'_>, tls: &Tls) -> Result<ClientConfig, BoxError> {
+    let running = subject.running.ok_or("only the running agent has the key")?;
     if !running.serves_secrets {
-        return Err(Unchecked::ServedByOther);
+        return Err("another process serves the key".into());
     }
     let secrets = Subscription::new(running.secrets.clone(), &running.files);
     let roots = match secret(&secrets, tls.roots.as_deref())? {
@@ -317,15 +288,14 @@ fn client(subject: Subject<'_>, tls: &Tls) -> Result<ClientConfig, Unchecked> {
     Ok(tls_client::config(roots, tls.names.clone(), pair, tls.alpn())?)
 }
 
-fn secret(secrets: &Subscription, name: Option<&str>) -> Result<Option<Secret>, Unchecked> {
+fn secret(secrets: &Subscription, name: Option<&str>) -> Result<Option<Secret>, BoxError> {
     let Some(name) = name else {
         return Ok(None);
     };
     let known = name.parse::<Name>().ok().and_then(|name| secrets.get(&name).available());
-    known.map(Some).ok_or_else(|| Unchecked::NoSecret(name.to_owned()))
+    Ok(Some(known.ok_or_else(|| format!("the agent does not have the secret {name}"))?))
 }
 
-/// Makes the handshake. Returns what is wrong with it.
 async fn handshake(stream: TcpStream, tls: &Tls, client: ClientConfig) -> Option<Fault> {
     let address = stream.peer_addr();
     let mut stream = match connect(stream, &tls.sni, client).await {
@@ -363,7 +333,6 @@ async fn connect(
         .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer")))
 }
 
-/// Explains a handshake that failed.
 async fn failed(error: &io::Error, peer: Option<SocketAddr>, tls: &Tls) -> Fault {
     match tls::error(error) {
         Some(Error::InvalidMessage(InvalidMessage::InvalidContentType)) => {
@@ -401,7 +370,6 @@ async fn presented(address: SocketAddr, tls: &Tls) -> Option<Facts> {
     peer(&connect(stream, &tls.sni, client).await.ok()?)
 }
 
-/// Returns the certificate of the peer.
 fn peer(stream: &TlsStream<TcpStream>) -> Option<Facts> {
     let (_, session) = stream.get_ref();
     Facts::read(session.peer_certificates()?.first()?).ok()

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use futures_util::future::join_all;
 use http::{HeaderMap, HeaderValue, header};
 
-use super::{PROBE_LIMIT, Subject, checked, get, used_up_ports};
+use super::{PROBE_LIMIT, Subject, checked, error, get, used_up_ports};
 use crate::config::Config;
 use crate::logging::RECENT;
 use crate::probe::{self, Probe};
@@ -30,7 +30,7 @@ fn unknown() -> Option<Check> {
         .find(|it| it.code == codes::PROBE_UNKNOWN.name && it.times > 2)?;
     let (text, _) = entry.message.split_once(';')?;
     let found = format!("{text}; {} times, last at {}", entry.times, entry.last);
-    Some(Check::from(&Problem::new(codes::PROBE_UNKNOWN, "application probes", found)))
+    Some(error(codes::PROBE_UNKNOWN, "application probes", found))
 }
 
 /// Checks readiness like the kubelet: at the status port, and through Envoy.

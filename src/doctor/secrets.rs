@@ -50,8 +50,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         let crl = config.secret_sources.options.crl.clone();
         let output = config.secrets.output.clone();
         let problems = run_blocking(move || {
-            let lists = crl.and_then(|path| revocation_problem(&path, &pem));
-            [lists, output.and_then(unwritable)]
+            [crl.and_then(|path| revocation_problem(&path, &pem)), output.and_then(unwritable)]
         });
         for problem in problems.await.into_iter().flatten().flatten() {
             checks.push(Check::from(&problem));
@@ -65,8 +64,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 }
 
 fn unwritable(output: output::Config) -> Option<Problem> {
-    let error = access(&output.directory, Access::WRITE_OK).err()?;
-    Some(output::problem(&output, error.into()))
+    Some(output::problem(&output, access(&output.directory, Access::WRITE_OK).err()?.into()))
 }
 
 /// Returns the workload's certificate and its roots: those that are served or, if no agent runs, those in the files.
@@ -102,7 +100,6 @@ async fn workload_secrets(
     (secrets, checks)
 }
 
-/// Checks the requests to the authority.
 fn renewal(secrets: &Secrets, is_served: bool) -> Check {
     match (secrets.problem(), secrets.latest().dates) {
         (Some(problem), _) if is_served || problem.code == codes::CERTIFICATE_NOT_ISSUED => {

@@ -5,12 +5,12 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use super::{Subject, run_blocking};
+use super::{Subject, error, run_blocking};
 use crate::config::AbsentSocket;
 use crate::files::regular_file;
 use crate::net::unix_socket;
 use crate::net::unix_socket::probe::{self, Health};
-use crate::problem::{Problem, codes};
+use crate::problem::codes;
 use crate::report::Check;
 
 /// The process that should listen.
@@ -90,7 +90,7 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
             return Check::skipped(name, format!("{path}: {found}, no agent runs"));
         }
     };
-    Check::from(&Problem::new(code, name, format!("{path}: {found}")))
+    error(code, name, format!("{path}: {found}"))
 }
 
 #[cfg(test)]

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::Subject;
+use super::{Subject, error};
 use crate::envoy::handle::Envoy;
-use crate::problem::{Problem, codes};
+use crate::problem::codes;
 use crate::report::Check;
 use crate::standby::State;
 
@@ -26,19 +26,18 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
     let name = format!("container {} serves", state.serves);
     if let Some(why) = blocker {
         let found = format!("no handover is possible, its Envoy runs without hot restart: {why}");
-        return Check::from(&Problem::new(codes::HOT_RESTART_UNAVAILABLE, name, found));
+        return error(codes::HOT_RESTART_UNAVAILABLE, name, found);
     }
     if let Some(other) = state.waits()
         && let Some(why) = &other.takeover_blocker
     {
-        let found = format!("container {}: {why}", other.name);
-        return Check::from(&Problem::new(codes::STANDBY_UNABLE, name, found));
+        return error(codes::STANDBY_UNABLE, name, format!("container {}: {why}", other.name));
     }
     if let Some(last) = &state.last
         && let Some(why) = &last.failed
     {
         let found = format!("container {} ({}): {why}", last.to, last.build);
-        return Check::from(&Problem::new(codes::HANDOVER_FAILED, name, found));
+        return error(codes::HANDOVER_FAILED, name, found);
     }
     if let Some(other) = state.waits() {
         let state = if other.is_checked {
@@ -50,8 +49,7 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
     } else if state.has_parent {
         Check::skipped(name, "the former Envoy in the other container finishes its connections")
     } else if state.last_waiting_ended.is_some_and(|since| since.elapsed() > CONNECT_LIMIT) {
-        let code = codes::STANDBY_ABSENT;
-        Check::from(&Problem::new(code, name, code.cause))
+        error(codes::STANDBY_ABSENT, name, codes::STANDBY_ABSENT.cause)
     } else {
         Check::skipped(name, "the other container is not connected yet")
     }

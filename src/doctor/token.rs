@@ -16,7 +16,6 @@ use crate::runtime::clock::rfc3339;
 use crate::runtime::duration::rounded;
 use crate::trust::trust_anchors::{self, Roots};
 
-/// The credentials for requests to istiod, and their checks.
 #[derive(Default)]
 pub(super) struct Credentials {
     pub(super) checks: Vec<Check>,
@@ -27,7 +26,6 @@ pub(super) struct Credentials {
     pub(super) lacks_roots: bool,
 }
 
-/// Reads token and roots.
 pub(super) async fn read(subject: Subject<'_>) -> Credentials {
     let config = subject.config;
     let servers = std::iter::once(&config.istiod).chain(&config.ca_istiod);
@@ -37,8 +35,8 @@ pub(super) async fn read(subject: Subject<'_>) -> Credentials {
     });
     let mut roots = Vec::from_iter(roots);
     roots.dedup();
-    let checking = join_all(roots.into_iter().map(check_roots));
-    let (mut credentials, checks) = tokio::join!(read_token(config), checking);
+    let (mut credentials, checks) =
+        tokio::join!(read_token(config), join_all(roots.into_iter().map(check_roots)));
     credentials.lacks_roots = checks.iter().any(|check| check.level == Level::Error);
     credentials.checks.extend(checks);
     credentials
@@ -89,15 +87,13 @@ async fn read_token(config: &Config) -> Credentials {
     credentials
 }
 
-/// Reports the expiry of a valid token.
 fn valid(path: &Path, claims: &Claims) -> Check {
     let path = path.display();
     let Some(expiry) = claims.expiry() else {
         return Check::ok("token", format!("{path}, without expiry"));
     };
     let validity = expiry.duration_since(SystemTime::now()).unwrap_or_default();
-    let validity = rounded(validity);
-    Check::ok("token", format!("{path} expires in {validity}, at {}", rfc3339(expiry)))
+    Check::ok("token", format!("{path} expires in {}, at {}", rounded(validity), rfc3339(expiry)))
 }
 
 async fn check_roots(roots: Roots) -> Check {

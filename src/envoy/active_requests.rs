@@ -38,7 +38,6 @@ pub(super) struct Counting {
     pub(super) active: Active,
     pub(super) period: Duration,
     pub(super) inbound_only: bool,
-    /// Ports of the pod's own listeners.
     pub(super) internal_ports: Vec<u16>,
 }
 

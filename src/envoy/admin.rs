@@ -31,7 +31,6 @@ const FAST_TIME: Duration = Duration::from_secs(5);
 /// The period afterwards: an Envoy that waits for its configuration may need long.
 const SLOW_PERIOD: Duration = Duration::from_secs(1);
 
-/// The address of Envoy's admin interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     Port(SocketAddr),
@@ -39,7 +38,6 @@ pub enum Address {
     Socket(Arc<Path>),
 }
 
-/// The address of Envoy's admin interface, and the limit of an exchange.
 #[derive(Clone, Debug)]
 pub struct Admin {
     pub address: Address,
@@ -93,7 +91,6 @@ impl Address {
         }
     }
 
-    /// Returns true if a process listens there.
     pub async fn is_taken(&self) -> bool {
         match self {
             Self::Port(address) => TcpStream::connect(address).await.is_ok(),
@@ -138,13 +135,11 @@ impl Admin {
         Self { address: Address::Port((host, port).into()), limit }
     }
 
-    /// Sets the limit of an exchange.
     #[must_use]
     pub fn within(&self, limit: Duration) -> Self {
         Self { limit, ..self.clone() }
     }
 
-    /// Sends one request without a body.
     pub async fn request(&self, method: Method, path: &str) -> Result<Response<Bytes>, Error> {
         let request = self.address.request(method, path)?;
         Ok(self.address.client().fetch(request, self.limit, MAX_ANSWER).await?)
@@ -159,7 +154,6 @@ impl Admin {
         }
     }
 
-    /// Returns the text of a page, or the reason why it cannot be read.
     pub async fn text(&self, path: &str) -> Result<String, Error> {
         self.call(Method::GET, path).await
     }
@@ -193,7 +187,6 @@ impl Admin {
         Ok(())
     }
 
-    /// Returns a page as JSON, or the reason why it cannot be read.
     pub async fn page(&self, path: &str) -> Result<Value, Error> {
         serde_json::from_str(&self.text(path).await?)
             .map_err(|why| Error::NotJson { path: path.to_owned(), why })

@@ -127,13 +127,10 @@ impl BaseId {
     /// Binds the sockets at which the Envoy of this restart epoch, which has exited, would receive the messages of its
     /// successor. The successor aborts if it cannot send them.
     pub(super) fn bind_parent_sockets(&self, restart_epoch: u32) -> io::Result<[UnixDatagram; 2]> {
-        Ok([
-            self.bind_parent_socket(ROLES[0], restart_epoch)?,
-            self.bind_parent_socket(ROLES[1], restart_epoch)?,
-        ])
+        Ok([self.bind(ROLES[0], restart_epoch)?, self.bind(ROLES[1], restart_epoch)?])
     }
 
-    fn bind_parent_socket(&self, role: &str, restart_epoch: u32) -> io::Result<UnixDatagram> {
+    fn bind(&self, role: &str, restart_epoch: u32) -> io::Result<UnixDatagram> {
         let name = socket_name(role, self.number, restart_epoch);
         self.directory.remove_file(&name)?;
         let path = self.directory.path_to(&name);
@@ -195,11 +192,9 @@ fn socket_name(role: &str, number: u32, restart_epoch: u32) -> String {
     format!("{PREFIX}_{role}_{spread}")
 }
 
-/// Returns the base id in the name of a socket.
 fn parse(name: &str) -> Option<u32> {
     let (_, number) = name.strip_prefix(PREFIX)?.rsplit_once('_')?;
-    let number: u64 = number.parse().ok()?;
-    Some(number as u32 / SPREAD)
+    Some(number.parse::<u64>().ok()? as u32 / SPREAD)
 }
 
 #[cfg(test)]

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The settings of Envoy's command line.
 #[derive(Clone, Debug)]
 pub struct Command {
     /// The path of the program if it has a slash, otherwise a name that is looked up in `PATH`.
@@ -63,7 +62,6 @@ pub struct Takeover {
 const FIPS_CIPHERS: &str = "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256:\
                             ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384";
 
-/// Envoy's log levels, as its flags take them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LogLevels {
     pub level: Option<String>,
@@ -93,7 +91,6 @@ impl LogLevels {
 }
 
 impl Command {
-    /// Returns the user as which Envoy runs.
     pub(super) fn run_as(&self) -> u32 {
         self.user.unwrap_or_else(|| rustix::process::geteuid().as_raw())
     }

@@ -45,7 +45,6 @@ pub struct Crash {
     /// True if the kernel killed Envoy because memory was used up; None if Envoy was not killed, or the
     /// kernel's count cannot be read.
     pub out_of_memory: Option<bool>,
-    /// The last lines of standard error.
     pub stderr: Vec<String>,
 }
 

@@ -11,17 +11,16 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::admin::Admin;
 use super::command::Takeover;
 use super::crash::Crash;
-use super::hot_restart::NotLent;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::files::regular_file;
 use crate::metrics;
 use crate::problem::{Problem, codes};
 use crate::runtime::clock::{self, Clock};
+use crate::runtime::lifecycle::BoxError;
 
 /// The most processes from a wrapper to its Envoy.
 const MAX_ANCESTORS: usize = 16;
 
-/// The state of Envoy, from its start to its exit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
@@ -36,7 +35,6 @@ pub enum State {
     Exited,
 }
 
-/// The last known state of Envoy, its shutdown and its restarts.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     pub state: State,
@@ -49,9 +47,7 @@ pub struct Report {
     pub rss_bytes: Option<u64>,
     /// True after a drain order: the shutdown then has no drain.
     pub is_drained: bool,
-    /// The steps of a shutdown from the current state.
     pub plan: Plan,
-    /// The shutdown that was requested.
     pub ending: Option<Shutdown>,
     /// The start of the next Envoy, during the pause after an exit.
     #[serde(serialize_with = "in_utc_if_any")]
@@ -59,7 +55,6 @@ pub struct Report {
     /// The running Envoys: parent, current one and successor.
     #[serde(rename = "epochs")]
     pub running: Vec<RunningEnvoy>,
-    /// The last requested restart.
     pub last_restart: Option<Restart>,
     /// The reason why the current Envoy runs without hot restart, if that is configured.
     pub hot_restart_problem: Option<String>,
@@ -67,7 +62,6 @@ pub struct Report {
     pub last_crash: Option<Crash>,
 }
 
-/// A running Envoy.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunningEnvoy {
     /// The number of Envoys that this agent has started before this one.
@@ -91,7 +85,6 @@ pub enum Role {
     Leaving,
 }
 
-/// A restart of an Envoy that serves.
 #[derive(Clone, Debug, Serialize)]
 pub struct Restart {
     pub reason: &'static str,
@@ -104,7 +97,6 @@ pub struct Restart {
     pub problem: Option<String>,
 }
 
-/// The method by which one Envoy replaces another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Method {
@@ -153,7 +145,6 @@ impl Report {
 }
 
 impl Restart {
-    /// Begins a restart now.
     pub(super) fn begin(reason: &'static str) -> Self {
         Self {
             reason,
@@ -189,7 +180,6 @@ pub struct Envoy {
     orders: mpsc::Sender<Order>,
 }
 
-/// An order to the supervisor.
 #[derive(Debug)]
 pub enum Order {
     /// Drain Envoy now, and not again at its shutdown. The sender is used when Envoy's admin port has responded or
@@ -198,7 +188,7 @@ pub enum Order {
     /// Replace Envoy if its inputs have changed. The report contains the outcome.
     Restart { reason: &'static str },
     /// Let a successor in another container start. The reply is its takeover, or the reason for a refusal.
-    Lend(oneshot::Sender<Result<Takeover, NotLent>>),
+    Lend(oneshot::Sender<Result<Takeover, BoxError>>),
     /// Take the base id back: that successor has exited without taking over.
     Reclaim,
     /// Become the parent of that successor, which has taken over and will end Envoy.
@@ -212,7 +202,6 @@ impl Envoy {
         Self { admin, report, orders }
     }
 
-    /// Returns the admin interface of the current Envoy.
     pub fn admin(&self) -> Admin {
         self.admin.clone()
     }
@@ -247,14 +236,12 @@ impl Envoy {
         let _ = drained.await;
     }
 
-    /// Lets a successor in another container start.
-    pub async fn lend(&self) -> Result<Takeover, NotLent> {
+    pub async fn lend(&self) -> Result<Takeover, BoxError> {
         let (sender, lent) = oneshot::channel();
         self.order(Order::Lend(sender)).await;
-        lent.await.unwrap_or(Err(NotLent::Ended))
+        lent.await.unwrap_or_else(|_| Err("Envoy has ended".into()))
     }
 
-    /// Gives an order without waiting for its result.
     pub async fn order(&self, order: Order) {
         // It fails after the supervisor has ended.
         let _ = self.orders.send(order).await;

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 
 use super::admin::{Admin, Error};
 use crate::problem::{Code, Problem, codes};
+use crate::runtime::lifecycle::BoxError;
 
 /// The pause before a finding is confirmed, because every update warms for a moment.
 const PAUSE: Duration = Duration::from_millis(300);
@@ -92,13 +93,13 @@ pub(crate) async fn accepted_names(
         }
         Some("ClusterLoadAssignment") => {
             let states = ",endpoint_config.endpoints";
-            let name = "endpoint_config.cluster_name";
-            (&["dynamic_endpoint_configs"], name, states)
+            (&["dynamic_endpoint_configs"], "endpoint_config.cluster_name", states)
         }
-        Some("Listener") => {
-            let states = ",active_state.version_info,warming_state.version_info";
-            (&["dynamic_listeners"], "name", states)
-        }
+        Some("Listener") => (
+            &["dynamic_listeners"],
+            "name",
+            ",active_state.version_info,warming_state.version_info",
+        ),
         Some("RouteConfiguration") => (&["dynamic_route_configs"], "route_config.name", ""),
         Some("TypedExtensionConfig") => (&["ecds_filters"], "ecds_filter.name", ""),
         _ => return Err(Error::NotInDump(type_url.to_owned())),
@@ -119,8 +120,7 @@ pub(crate) async fn accepted_names(
 /// Returns true if Envoy has accepted a version of the listener or of the endpoints.
 fn has_version(entry: &Value) -> bool {
     let listener = entry.get("active_state").or(entry.get("warming_state"));
-    let endpoints = entry.pointer("/endpoint_config/endpoints");
-    listener.or(endpoints).is_some()
+    listener.or(entry.pointer("/endpoint_config/endpoints")).is_some()
 }
 
 /// The names of the resources that Envoy serves with.
@@ -141,36 +141,21 @@ impl ServingResources {
     }
 }
 
-/// Why an Envoy cannot take over yet.
-#[derive(Debug, thiserror::Error)]
-pub enum NotReady {
-    #[error(transparent)]
-    Unknown(#[from] Error),
-    #[error("Envoy has not started")]
-    NotStarted,
-    #[error("{0}")]
-    Warming(String),
-    #[error("it lacks {0} {1}")]
-    Lacks(&'static str, String),
-    #[error("it has no listeners")]
-    NoListeners,
-}
-
 /// Checks that an Envoy can take over: fails unless the Envoy of this restart epoch has started, has the listeners and
 /// secrets of its parent, and waits for no resource. Without `parent`, it must have at least one listener.
 pub async fn check_takeover(
     admin: &Admin,
     restart_epoch: u32,
     parent: Option<&ServingResources>,
-) -> Result<(), NotReady> {
+) -> Result<(), BoxError> {
     let info = admin.page("/server_info").await?;
     // The parent responds until this Envoy has taken the admin port over.
     if info["command_line_options"]["restart_epoch"].as_u64() != Some(restart_epoch.into()) {
-        return Err(NotReady::NotStarted);
+        return Err("Envoy has not started".into());
     }
     let warming = listeners(&admin.page(WARMING_LISTENERS).await?);
     if !warming.is_empty() {
-        return Err(NotReady::Warming(Vec::from_iter(warming).join("; ")));
+        return Err(Vec::from_iter(warming).join("; ").into());
     }
     let found = ServingResources::read(admin).await?;
     match parent {
@@ -178,19 +163,21 @@ pub async fn check_takeover(
             check_names("secrets", &parent.secrets, &found.secrets)?;
             check_names("listeners", &parent.listeners, &found.listeners)
         }
-        None if found.listeners.is_empty() => Err(NotReady::NoListeners),
+        None if found.listeners.is_empty() => Err("it has no listeners".into()),
         None => Ok(()),
     }
 }
 
-/// Fails if a wanted name has not been found. `kind` is used in the error.
 fn check_names(
-    kind: &'static str,
+    kind: &str,
     wanted: &BTreeSet<String>,
     found: &BTreeSet<String>,
-) -> Result<(), NotReady> {
+) -> Result<(), BoxError> {
     let missing: Vec<_> = wanted.difference(found).map(String::as_str).collect();
-    if missing.is_empty() { Ok(()) } else { Err(NotReady::Lacks(kind, missing.join(", "))) }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(format!("it lacks {kind} {}", missing.join(", ")).into())
 }
 
 /// The calls that Envoy has refused since its start.
@@ -201,7 +188,6 @@ pub struct Refusals {
     pub are_counted: bool,
 }
 
-/// Reads the calls to the pod and from it that Envoy has refused.
 pub async fn refusals(admin: &Admin) -> Refusals {
     read_refusals(&admin.text(REFUSALS).await.unwrap_or_default())
 }
@@ -276,7 +262,6 @@ pub struct Endpoints {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct FailingEndpoint {
     pub cluster: String,
-    /// The address and the port.
     pub address: String,
     pub failed_connections: u64,
     pub failed_requests: u64,
@@ -285,14 +270,12 @@ pub struct FailingEndpoint {
     pub successful_requests: u64,
 }
 
-/// Reads the endpoints that have a problem.
 pub async fn endpoints(admin: &Admin) -> Result<Endpoints, Problem> {
     let mut page = ClusterPage::default();
     match admin.read_lines("/clusters", |line| page.read(line)).await {
         Ok(()) => Ok(page.end()),
         Err(error) => {
-            let subject = "endpoints of Envoy's clusters";
-            Err(Problem::new(codes::ENVOY_NOT_INSPECTED, subject, error))
+            Err(Problem::new(codes::ENVOY_NOT_INSPECTED, "endpoints of Envoy's clusters", error))
         }
     }
 }
@@ -418,7 +401,6 @@ fn listener(manager: &str) -> &str {
         .map_or(manager, |(listener, _)| listener)
 }
 
-/// Returns the names of clusters or secrets.
 fn names(dump: &Value) -> BTreeSet<String> {
     let names =
         entries(dump, "configs").filter_map(|it| it.pointer("/cluster/name").or(it.get("name")));

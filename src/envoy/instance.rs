@@ -44,7 +44,6 @@ pub(super) struct Instance {
     oom_kills: Option<u64>,
 }
 
-/// The exit of an Envoy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     Code(u8),
@@ -160,8 +159,6 @@ impl Instance {
             Ended::Signal(signal) => (None, Some(signal)),
         };
         let lines = self.output.last_lines().await;
-        let out_of_memory =
-            if signal == Some(KILLED) { self.has_run_out_of_memory() } else { None };
         Crash {
             when: clock::rfc3339(Clock::system().now()),
             epoch: self.epoch,
@@ -169,15 +166,15 @@ impl Instance {
             code,
             signal,
             uptime_seconds,
-            out_of_memory,
+            out_of_memory: match self.oom_kills {
+                Some(before) if signal == Some(KILLED) => {
+                    oom_kills("/".as_ref()).map(|now| now > before)
+                }
+                _ => None,
+            },
             // Explained now, because another process may own the port later.
             stderr: lines.into_iter().map(port::explained).collect(),
         }
-    }
-
-    /// Returns None if the kernel does not tell.
-    fn has_run_out_of_memory(&self) -> Option<bool> {
-        Some(oom_kills("/".as_ref())? > self.oom_kills?)
     }
 
     pub(super) fn report(&self, state: Role) -> RunningEnvoy {
@@ -219,7 +216,6 @@ fn end_with_parent(start: &mut tokio::process::Command) {
     }
 }
 
-/// Returns the problem of an Envoy that SIGKILL did not end in time.
 pub(super) fn unkillable(limit: Duration) -> Problem {
     let found = format!("it did not exit within {} of SIGKILL", rounded(limit));
     Problem::new(codes::ENVOY_UNKILLABLE, "Envoy", found)

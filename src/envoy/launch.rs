@@ -44,10 +44,9 @@ impl Prepared {
     ) -> Self {
         let arguments = command.arguments(&Mode::Alone);
         // A new program may be installed at the same path. A program from `PATH` has no metadata here.
-        let program = fs::metadata(&command.binary).ok().map(|file| {
-            let modified = (file.mtime(), file.mtime_nsec());
-            (file.dev(), file.ino(), modified, file.len())
-        });
+        let program = fs::metadata(&command.binary)
+            .ok()
+            .map(|file| (file.dev(), file.ino(), (file.mtime(), file.mtime_nsec()), file.len()));
         // The first two arguments are the bootstrap's path.
         let digest = hash((bootstrap, &arguments[2..], command.environment(), program));
         Self { command, digest, metadata_digest: hash(metadata), takeover: None, _files: files }

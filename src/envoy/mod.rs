@@ -39,7 +39,6 @@ use restart_budget::Budget;
 use shutdown::Limits;
 use supervisor::Supervisor;
 
-/// The settings of the supervisor.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub command: Command,

@@ -27,7 +27,6 @@ const CHUNK: usize = 64 << 10;
 /// The wait for the last output after Envoy's exit. A program that Envoy has started may hold a pipe open.
 const REST: Duration = Duration::from_millis(250);
 
-/// The outputs of one Envoy.
 #[derive(Debug, Default)]
 pub(super) struct Output {
     /// The end of standard error.

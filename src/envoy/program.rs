@@ -34,7 +34,6 @@ fn header(program: &Path) -> io::Result<Vec<u8>> {
     Ok(header)
 }
 
-/// Returns the problem of a program that the kernel did not run.
 pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
     let (code, found) = match error.kind() {
         io::ErrorKind::NotFound if program.exists() => (

@@ -37,7 +37,6 @@ pub enum Step {
     Kill,
 }
 
-/// The limits of the steps.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// The time before the drain, which may be zero.
@@ -52,7 +51,6 @@ pub struct Limits {
     pub kill: Duration,
 }
 
-/// The end of a drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drain {
     /// A timed drain.
@@ -68,11 +66,9 @@ pub struct PlannedStep {
     pub at_most: Duration,
 }
 
-/// The remaining steps, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Plan(pub Vec<PlannedStep>);
 
-/// A running shutdown.
 #[derive(Clone, Debug, Serialize)]
 pub struct Shutdown {
     /// The reason of the first request.
@@ -82,7 +78,6 @@ pub struct Shutdown {
     /// The plan after the last request that began or shortened the shutdown.
     pub plan: Plan,
     pub waits_for: Step,
-    /// The deadline of the current step.
     #[serde(serialize_with = "clock::in_utc")]
     pub until: SystemTime,
     /// The last count of the connections, or requests, that the step waits for.
@@ -130,7 +125,6 @@ impl Limits {
 }
 
 impl Drain {
-    /// Returns the longest time of a drain.
     pub(super) fn at_most(self) -> Duration {
         match self {
             Self::For(time) => time,
@@ -140,7 +134,6 @@ impl Drain {
 }
 
 impl Plan {
-    /// Returns the longest time of all steps together.
     pub fn at_most(&self) -> Duration {
         self.0.iter().map(|step| step.at_most).fold(Duration::ZERO, Duration::saturating_add)
     }

@@ -39,14 +39,12 @@ pub(super) struct Supervisor {
     config: Config,
     /// Decides about the current Envoy, which serves or starts to, and is not the successor of a hot restart.
     machine: Machine,
-    /// The current Envoy.
     instance: Option<Instance>,
     /// Running requests to its admin port, and timers.
     tasks: JoinSet<Event>,
     budget: Restarts,
     /// The exit of the last Envoy, if the agent did not cause it, until the next start.
     last_end: Option<Ended>,
-    /// The pause before the next start.
     pause: Duration,
     hot_restart: HotRestart,
     /// The end of the delay before the drain, once it has begun.
@@ -61,7 +59,6 @@ pub(super) struct Supervisor {
 }
 
 impl Supervisor {
-    /// Creates the supervisor and its handle.
     pub(super) fn new(
         config: Config,
         prepare: Prepare,
@@ -178,7 +175,6 @@ impl Supervisor {
         Ok(Exit::Superseded)
     }
 
-    /// Returns the cause of the last exit.
     fn exit(&self) -> Exit {
         match self.last_end {
             Some(ended) if !self.machine.is_stop_requested() => Exit::ByItself(ended),
@@ -297,14 +293,12 @@ impl Supervisor {
             self.restarts.inc();
         }
         let instance = self.hot_restart.start()?;
-        let restart_epoch = instance.launch.restart_epoch();
-        let live = self.config.admin.clone().wait_until_live(restart_epoch);
+        let live = self.config.admin.clone().wait_until_live(instance.launch.restart_epoch());
         self.instance = Some(instance);
         self.spawn_task(Event::Live, live);
         Ok(())
     }
 
-    /// Publishes Envoy's state, the running Envoys, and the last restart.
     fn publish(&self) {
         let machine = &self.machine;
         let hot_restart = &self.hot_restart;
@@ -418,18 +412,15 @@ impl Supervisor {
             }
             Step::LastRequests => {
                 tracing::info!("closing Envoy's listeners; running requests have {limit} to end");
-                let closed = self.close_listeners();
-                self.spawn_task(done, closed);
+                self.spawn_task(done, self.close_listeners());
             }
             Step::LongRequests => {
                 tracing::info!("the drain is over; running requests have {limit} more to end");
-                let until_none = self.until_none(Active::Requests, PERIOD);
-                self.spawn_task(done, until_none);
+                self.spawn_task(done, self.until_none(Active::Requests, PERIOD));
             }
             Step::Quit => {
                 tracing::info!("Asking Envoy to quit");
-                let admin = self.config.admin.within(scaled(at_most, QUIT_CALL));
-                self.spawn_task(done, admin.quit());
+                self.spawn_task(done, self.config.admin.within(scaled(at_most, QUIT_CALL)).quit());
             }
             Step::Termination => {
                 tracing::info!("Terminating Envoy");
@@ -544,7 +535,6 @@ async fn until_application_ends(envoys: Vec<u32>) {
     }
 }
 
-/// Waits for a stop request that is more urgent than `last`, and returns its urgency.
 async fn wait_for_more_urgent(stop: &mut watch::Receiver<StopRequest>, last: Urgency) -> Urgency {
     let request = stop.wait_for(|request| request.urgency > last).await;
     match request.map(|request| request.urgency) {

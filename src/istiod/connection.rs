@@ -43,7 +43,6 @@ pub struct Connection {
     sender: SendRequest<Body>,
     /// The properties of the connection. The pointer identifies the connection, and does not keep it open.
     pub(super) about: Arc<Connected>,
-    /// The control plane.
     pub(super) config: Arc<Config>,
     superseded: CancellationToken,
 }
@@ -137,8 +136,7 @@ pub(super) async fn open(
         _ = peer.wait_for(|peer| *peer != Http2State::AwaitingSettings) => false,
         _ = &mut running => true,
     };
-    let state = peer.borrow().clone();
-    match state {
+    match peer.borrow().clone() {
         Http2State::Ready if !ended => {}
         Http2State::Closed(loss) => return Err(loss),
         Http2State::GoingAway(go_away) => return Err(Loss::Ended(format!("it sent {go_away}"))),

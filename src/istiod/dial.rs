@@ -28,7 +28,6 @@ use crate::runtime::clock::{self, Clock, rfc3339};
 use crate::runtime::duration::{rounded, scaled};
 use crate::runtime::lifecycle::with_causes;
 
-/// The limits of dials.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub total: Duration,
@@ -51,7 +50,6 @@ impl Default for Limits {
     }
 }
 
-/// The error of a dial.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) problem: Problem,
@@ -67,7 +65,6 @@ impl From<Problem> for Failure {
     }
 }
 
-/// A part of a dial.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Step {
     /// The code of the problem if it times out.
@@ -98,7 +95,6 @@ fn unreachable_problem(config: &Config, code: &'static Code, found: String) -> P
     config.problem(codes::ISTIOD_PROXY_UNREACHABLE, found)
 }
 
-/// Explains why istiod, or the proxy, cannot be reached.
 fn connect_failure(config: &Config, error: &dial::Error) -> Failure {
     let code = match error {
         dial::Error::Resolve { .. } | dial::Error::NoAddress { .. } => RESOLVE.code,
@@ -115,7 +111,6 @@ fn connect_failure(config: &Config, error: &dial::Error) -> Failure {
     unreachable_problem(config, code, with_causes(error)).into()
 }
 
-/// Explains a failed TLS handshake.
 fn handshake_failure(
     config: &Config,
     tls: &tls::Prepared,
@@ -166,7 +161,6 @@ fn refused_certificate(tls: &tls::Prepared, refused: &CertificateError) -> (&'st
     }
 }
 
-/// Describes a certificate that is not valid by this clock.
 fn date_mismatch(what: &str, date: UnixTime, now: UnixTime, side: &str) -> String {
     let apart = rounded(Duration::from_secs(date.as_secs().abs_diff(now.as_secs())));
     let [date, now] = [date, now].map(|time| {
@@ -244,7 +238,6 @@ fn host_and_port(config: &Config) -> Result<(&str, u16), Problem> {
         .ok_or_else(|| config.problem(codes::ISTIOD_ADDRESS_INVALID, "it is not host:port"))
 }
 
-/// An attempt to open a connection to one address.
 struct Attempt<'a> {
     config: &'a Arc<Config>,
     to: SocketAddr,

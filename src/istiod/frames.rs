@@ -31,7 +31,6 @@ pub(super) enum Http2State {
     Closed(Loss),
 }
 
-/// Why a connection is lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Loss {
     Alert(String),
@@ -95,7 +94,6 @@ pub(super) struct Reader<T> {
     inner: T,
     state: watch::Sender<Http2State>,
     header: [u8; HEADER],
-    /// The number of bytes of `header` read so far.
     header_read: usize,
     payload_left: usize,
     /// The beginning of the payload of a GOAWAY that is being read.
@@ -139,8 +137,7 @@ impl<T> Reader<T> {
                 self.payload_left -= part.len();
                 bytes = rest;
                 if let Some(payload) = &mut self.go_away {
-                    let room = MAX_GOAWAY - payload.len();
-                    payload.extend_from_slice(&part[..part.len().min(room)]);
+                    payload.extend_from_slice(&part[..part.len().min(MAX_GOAWAY - payload.len())]);
                     if self.payload_left == 0 {
                         let go_away = GoAway::parse(payload);
                         self.go_away = None;
@@ -168,8 +165,8 @@ impl<T> Reader<T> {
         match (self.started, kind) {
             (false, SETTINGS) => self.report(Http2State::Ready),
             (false, _) => {
-                let found = self.header.escape_ascii();
-                let reason = format!("it answered \"{found}\" instead of HTTP/2");
+                let reason =
+                    format!("it answered \"{}\" instead of HTTP/2", self.header.escape_ascii());
                 self.report(Http2State::Closed(Loss::NotHttp2(reason)));
             }
             // Without a payload it is malformed, and ends the connection as well.

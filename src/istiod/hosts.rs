@@ -57,12 +57,10 @@ impl Hosts {
         &self.configs[self.state.lock().in_use]
     }
 
-    /// Returns true if there is more than one control plane.
     pub(super) fn has_fallbacks(&self) -> bool {
         self.configs.len() > 1
     }
 
-    /// Records a call to this control plane that has succeeded.
     pub(super) fn record_success(&self, config: &Arc<Config>) {
         self.switches.lock().end();
         if Arc::ptr_eq(config, self.current()) {
@@ -99,7 +97,6 @@ impl Hosts {
         true
     }
 
-    /// Uses the first control plane from now on.
     pub(super) fn return_to_first(&self) {
         *self.state.lock() = State::default();
     }

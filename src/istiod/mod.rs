@@ -43,23 +43,19 @@ use crate::runtime::clock::rfc3339;
 use crate::trust::identity::SpiffeId;
 use crate::trust::trust_anchors;
 
-/// The body of a request to istiod.
 pub type Body = tonic::body::Body;
 
 const USER_AGENT: &str = concat!("istio-agent/", env!("CARGO_PKG_VERSION"));
 
-/// The address of istiod and the settings of connections to it.
 #[derive(Clone)]
 pub struct Config {
     /// `host:port`, resolved again at each dial.
     pub address: String,
-    /// The proxy to connect through.
     pub proxy: Option<Proxy>,
     pub security: Security,
     pub token: token::Source,
     /// The setting that the address comes from.
     pub setting: &'static str,
-    /// The identity of the agent, as configured.
     pub identity: SpiffeId,
     /// Headers of every call: `clusterid`, and `XDS_HEADER_*` or `CA_HEADER_*`. Names are lower case.
     pub metadata: Vec<(http::HeaderName, HeaderValue)>,
@@ -69,7 +65,6 @@ pub struct Config {
     pub fallbacks: Vec<Config>,
 }
 
-/// The encryption of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Security {
     Plaintext,
@@ -197,7 +192,6 @@ impl Istiod {
         &self.shared.hosts.current().address
     }
 
-    /// Returns the state of the connection and the dials so far.
     pub fn status(&self) -> Status {
         let connection = self.shared.connection();
         let Shared { record, .. } = &*self.shared;
@@ -229,12 +223,10 @@ impl Istiod {
         leaves
     }
 
-    /// Returns true if there is more than one control plane.
     pub(crate) fn has_fallbacks(&self) -> bool {
         self.shared.hosts.has_fallbacks()
     }
 
-    /// Records that a call on this connection has succeeded.
     pub(crate) fn record_success(&self, connection: &Connection) {
         self.shared.hosts.record_success(&connection.config);
         self.shared.record.clear_error();
@@ -277,17 +269,14 @@ impl Istiod {
         self.shared.token.changed().await;
     }
 
-    /// Returns the URI of a call.
     pub(crate) fn uri(&self, path: &'static str) -> Uri {
         self.shared.hosts.current().uri(path)
     }
 
-    /// Returns the headers of a call.
     pub(crate) fn headers(&self) -> HeaderMap {
         let has_certificate =
             self.shared.connection().is_some_and(|it| it.has_client_certificate());
-        let authorization = self.shared.token.authorization(has_certificate);
-        self.shared.hosts.current().headers(authorization)
+        self.shared.hosts.current().headers(self.shared.token.authorization(has_certificate))
     }
 }
 
@@ -297,7 +286,6 @@ impl Config {
         format!("istiod at {} ({})", self.address, self.setting)
     }
 
-    /// Makes a problem with this control plane.
     pub(crate) fn problem(&self, code: &'static problem::Code, found: impl ToString) -> Problem {
         Problem::new(code, self.subject(), found)
     }

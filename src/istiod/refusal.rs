@@ -73,8 +73,8 @@ pub fn explain(
     }
     let audiences = claims.map(Claims::audiences).unwrap_or_default();
     if is_about_caller && !audiences.is_empty() && !audiences.contains(&AUDIENCE) {
-        let audiences = audiences.join(", ");
-        let found = format!("{found}; the token is for {audiences}, not for {AUDIENCE}");
+        let found =
+            format!("{found}; the token is for {}, not for {AUDIENCE}", audiences.join(", "));
         return config.problem(codes::ISTIOD_TOKEN_AUDIENCE, found);
     }
     if is_denied {

@@ -19,9 +19,7 @@ const MAX_OUTAGES: usize = 10;
 /// The connection and the dials since the agent's start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Status {
-    /// The configured address.
     pub address: String,
-    /// The connection in use, if there is one.
     pub connected: Option<Connected>,
     pub dials: u64,
     /// The error of the last dial or call that failed, if no call has succeeded since.
@@ -33,7 +31,6 @@ pub struct Status {
     pub token_expires: Option<String>,
 }
 
-/// The properties of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Connected {
     /// The address dialed, as resolved.

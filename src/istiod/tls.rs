@@ -22,7 +22,6 @@ use crate::trust::pem;
 pub use crate::trust::trust_anchors::Roots;
 use crate::trust::trust_anchors::{self, MAX_PEM, not_after};
 
-/// Files and name of the TLS connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// The name that is sent as SNI and that the certificate must contain.
@@ -108,8 +107,7 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
     let key = pem::first::<PrivateKeyDer>(&pem)
         .map_err(|error| unusable(&client.key, format!("no PEM private key: {error}")))?;
     certified(chain, &Zeroizing::new(key)).map(Some).map_err(|error| {
-        let key = client.key.display();
-        unusable(&client.chain, format!("cannot be used with {key}: {error}"))
+        unusable(&client.chain, format!("cannot be used with {}: {error}", client.key.display()))
     })
 }
 

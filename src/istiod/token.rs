@@ -25,7 +25,6 @@ use crate::runtime::duration::rounded;
 /// The largest token, in bytes. A larger file is another file, and the path is wrong.
 const MAX_TOKEN: u64 = 64 * 1024;
 
-/// The source of tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     None,
@@ -61,7 +60,6 @@ impl Reader {
         Self { source, last: Mutex::default() }
     }
 
-    /// Returns the state of the token that was read last.
     pub(super) fn last(&self) -> State {
         self.last.lock().clone()
     }
@@ -127,8 +125,7 @@ pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
         let found = format!("byte {byte:#04x} at position {position} is not allowed in a header");
         return Err(problem(codes::ISTIOD_TOKEN_INVALID, path, found));
     }
-    let text = Zeroizing::new([b"Bearer ", token].concat());
-    let mut header = HeaderValue::from_bytes(&text)
+    let mut header = HeaderValue::from_bytes(&Zeroizing::new([b"Bearer ", token].concat()))
         .map_err(|error| problem(codes::ISTIOD_TOKEN_INVALID, path, error))?;
     header.set_sensitive(true);
     Ok(Token { header, claims: claims(token) })
@@ -294,12 +291,10 @@ pub(super) mod tests {
         ] {
             std::fs::write(&path, jwt(claims)).unwrap();
             assert_eq!(reader.authorization(false).is_some(), alone, "{claims}");
-            let found = reader.authorization(true).is_some();
-            assert_eq!(found, with_certificate, "{claims}");
+            assert_eq!(reader.authorization(true).is_some(), with_certificate, "{claims}");
         }
         assert_eq!(reader.last().claims.and_then(|claims| claims.expiry()), None);
-        let mock = Reader::new(Source::Mock).authorization(false).unwrap();
-        assert_eq!(mock, MOCK);
+        assert_eq!(Reader::new(Source::Mock).authorization(false).unwrap(), MOCK);
     }
 
     #[test]

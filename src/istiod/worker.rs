@@ -188,8 +188,10 @@ impl Worker {
         self.tasks.executor().spawn(async move {
             match driver.run(|| shared.leave(&about)).await {
                 Ok(reason) => {
-                    let ended = format!("connection to istiod at {address} ended: {reason}");
-                    tracing::debug!(target: "xdsproxy", "{ended}");
+                    tracing::debug!(
+                        target: "xdsproxy",
+                        "connection to istiod at {address} ended: {reason}"
+                    );
                 }
                 Err(go_away) => {
                     let found = format!("it ended the connection with {go_away}");

@@ -10,7 +10,6 @@ use rustls::pki_types::DnsName;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cidr {
     pub address: IpAddr,
-    /// Length of the prefix, in bits.
     pub prefix: u8,
 }
 
@@ -59,7 +58,6 @@ pub fn is_private(host: &str) -> bool {
 }
 
 impl Cidr {
-    /// The range of a single address.
     pub const fn single(address: IpAddr) -> Self {
         Self { address, prefix: if address.is_ipv4() { 32 } else { 128 } }
     }

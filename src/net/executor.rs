@@ -22,7 +22,6 @@ impl ConnectionTasks {
         Executor(Arc::downgrade(&self.0))
     }
 
-    /// Waits until no task is left.
     pub async fn all_ended(&self) {
         poll_fn(|context| {
             let mut tasks = self.0.lock();

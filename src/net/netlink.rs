@@ -64,8 +64,10 @@ pub(crate) fn tcp_socket_owner(end: SocketAddr, other: SocketAddr) -> io::Result
     body.extend([0; 4]);
     body.extend([0xff; 8]);
     let replies = request(Some(netlink::SOCK_DIAG), BY_FAMILY, 0, &body)?;
-    let owner = replies.iter().find_map(|reply| owner_of(ends, reply));
-    owner.ok_or_else(|| io::Error::other("its process has closed the connection"))
+    replies
+        .iter()
+        .find_map(|reply| owner_of(ends, reply))
+        .ok_or_else(|| io::Error::other("its process has closed the connection"))
 }
 
 fn ports_and_addresses(ends: [SocketAddr; 2]) -> Vec<u8> {

@@ -28,7 +28,6 @@ pub(crate) fn verifier() -> Arc<dyn ServerCertVerifier> {
     Arc::new(AcceptAny(Arc::new(rustls::crypto::aws_lc_rs::default_provider())))
 }
 
-/// A verifier that accepts any certificate.
 #[derive(Debug)]
 struct AcceptAny(Arc<CryptoProvider>);
 

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::{Pod, Service, Usage};
 use crate::runtime::duration::rounded_seconds;
+use crate::runtime::lifecycle::BoxError;
 
 /// The memory that an Envoy without services has allocated, in bytes.
 const ENVOY_BASE: u64 = 10_000_000;
@@ -22,24 +23,14 @@ pub struct Keep {
     pub looked_up: bool,
 }
 
-/// Why there is no `Sidecar` resource.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("the pods are in the namespaces {0} and {1}, expected pods of one workload")]
-    OtherNamespace(String, String),
-    #[error("--keep is {0:?}, expected <namespace>/<host>, such as istio-system/*")]
-    KeepInvalid(String),
-    #[error(
-        "the pods {} do not have a label in common, which a Sidecar resource needs to select them; without a selector \
-         it would apply to the whole namespace", .0.join(", ")
-    )]
-    NoCommonLabel(Vec<String>),
-}
-
 /// Adds the services that another pod used, or the same one at another time.
-pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
+pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, BoxError> {
     if other.namespace != merged.namespace {
-        return Err(Error::OtherNamespace(merged.namespace, other.namespace));
+        return Err(format!(
+            "the pods are in the namespaces {} and {}, expected pods of one workload",
+            merged.namespace, other.namespace
+        )
+        .into());
     }
     merged.labels.retain(|name, value| other.labels.get(name) == Some(value));
     merged.pods.extend(other.pods);
@@ -61,13 +52,21 @@ pub fn merge(mut merged: Usage, other: Usage) -> Result<Usage, Error> {
     Ok(merged)
 }
 
-/// Writes the resource for the services that were used, with comments.
-pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, Error> {
+pub fn sidecar(usage: &Usage, keep: &Keep) -> Result<String, BoxError> {
     if let Some(wrong) = keep.hosts.iter().find(|host| !host.contains('/')) {
-        return Err(Error::KeepInvalid(wrong.clone()));
+        return Err(format!(
+            "--keep is {wrong:?}, expected <namespace>/<host>, such as istio-system/*"
+        )
+        .into());
     }
     if usage.labels.is_empty() {
-        return Err(Error::NoCommonLabel(usage.pods.iter().map(|pod| pod.name.clone()).collect()));
+        let names: Vec<_> = usage.pods.iter().map(|pod| pod.name.as_str()).collect();
+        return Err(format!(
+            "the pods {} do not have a label in common, which a Sidecar resource needs to select them; without a \
+             selector it would apply to the whole namespace",
+            names.join(", ")
+        )
+        .into());
     }
     let mut hosts: BTreeSet<_> = keep.hosts.iter().cloned().collect();
     let namespaces = keep.hosts.iter().filter_map(|host| host.strip_suffix("/*"));

@@ -129,13 +129,11 @@ impl Admin {
         Ok(page.configs.unwrap_or_default())
     }
 
-    /// Returns the bytes that Envoy has allocated.
     pub(super) async fn memory(&self) -> Result<u64, Error> {
         let page: Value = self.stream("/memory").await?;
         Ok(page["allocated"].as_str().and_then(|it| it.parse().ok()).unwrap_or_default())
     }
 
-    /// Returns true if connections to no service are blocked.
     pub(super) async fn is_registry_only(&self) -> Result<bool, Error> {
         let path = "/config_dump?resource=dynamic_listeners&name_regex=^virtualOutbound$";
         let page: Value = self.stream(path).await?;
@@ -159,21 +157,18 @@ impl Admin {
         let families = ["istio_requests_total{", "istio_tcp_connections_opened_total{"];
         let samples =
             page.lines().filter(|line| families.iter().any(|family| line.starts_with(family)));
-        let mut counts = [0; 2];
-        for line in samples {
-            let value = line.rsplit(' ').next().and_then(|value| value.parse::<u64>().ok());
-            for (cluster, count) in [PASSTHROUGH, BLACK_HOLE].into_iter().zip(&mut counts) {
-                if line.contains(&format!("destination_service_name=\"{cluster}\"")) {
-                    *count += value.unwrap_or(0);
-                }
-            }
-        }
-        Ok(counts)
+        Ok([PASSTHROUGH, BLACK_HOLE].map(|cluster| {
+            let label = format!("destination_service_name=\"{cluster}\"");
+            samples
+                .clone()
+                .filter(|line| line.contains(&label))
+                .filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok())
+                .sum()
+        }))
     }
 
     async fn metrics(&self, path: &'static str) -> Result<Bytes, BoxError> {
-        let mut body = self.open(path).await?;
-        Ok(timeout_at(self.until, body.collect(MAX_METRICS)).await??)
+        Ok(timeout_at(self.until, self.open(path).await?.collect(MAX_METRICS)).await??)
     }
 
     /// Parses JSON while it arrives, on a blocking thread, because that takes a while.
@@ -198,8 +193,7 @@ impl Admin {
             Some((chunk, body))
         });
         let page = SyncIoBridge::new(StreamReader::new(Box::pin(chunks)));
-        let parsed = tokio::task::spawn_blocking(|| serde_json::from_reader(BufReader::new(page)));
-        Ok(parsed.await??)
+        Ok(tokio::task::spawn_blocking(|| serde_json::from_reader(BufReader::new(page))).await??)
     }
 
     async fn open(&self, path: &'static str) -> Result<Body, BoxError> {

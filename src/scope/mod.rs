@@ -60,7 +60,6 @@ pub struct Usage {
     pub services: Vec<Service>,
     /// Bytes of discovery responses for one cluster and its endpoints.
     pub bytes_per_cluster: u64,
-    /// The memory that Envoy has allocated.
     pub envoy_bytes: u64,
 }
 
@@ -188,8 +187,7 @@ fn labels(labels: Option<&Value>) -> BTreeMap<String, String> {
     let parsed = labels.map(BTreeMap::<String, String>::deserialize);
     let mut labels = parsed.and_then(Result::ok).unwrap_or_default();
     labels.retain(|name, _| {
-        let prefix = name.split_once('/').map_or("", |(prefix, _)| prefix);
-        let domain = format!(".{prefix}");
+        let domain = format!(".{}", name.split_once('/').map_or("", |(prefix, _)| prefix));
         !GENERATED.contains(&name.as_str())
             && !GENERATED_DOMAINS.iter().any(|it| domain.ends_with(it))
     });

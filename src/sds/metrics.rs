@@ -22,9 +22,12 @@ impl Metrics {
             Kind::Gauge,
             &[],
             move |report| {
-                let rejected = rejected.lock();
-                let missing = rejected.values().filter(|it| it.code == codes::SECRET_REFUSED);
-                report(&[], missing.count() as f64);
+                let missing = rejected
+                    .lock()
+                    .values()
+                    .filter(|problem| problem.code == codes::SECRET_REFUSED)
+                    .count();
+                report(&[], missing as f64);
             },
         );
         let sds = |name, help| registry.counters(name, help, &["type"]).with(["sds"]);

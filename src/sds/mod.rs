@@ -45,10 +45,8 @@ const MAX_REQUEST: usize = 4 * 1024 * 1024;
 /// The secrets of which Envoy has rejected the last version, by the number of the stream.
 pub type Rejections = Arc<Mutex<BTreeMap<u64, Problem>>>;
 
-/// The secrets to serve.
 #[derive(Clone, Debug)]
 pub struct Sources {
-    /// The authority's certificate; None without an authority.
     pub secrets: Option<Secrets>,
     pub files: Files,
     /// True to serve `default` and `ROOTCA`, too, and not only names that contain paths of files.
@@ -62,16 +60,13 @@ pub struct Sources {
 struct Service {
     sources: Arc<Sources>,
     metrics: Metrics,
-    /// The number of the latest stream.
     streams: Arc<AtomicU64>,
     /// The number of responses so far, which is a part of each version.
     responses: Arc<AtomicU64>,
 }
 
-/// The responses of one stream.
 type Responses<T> = BoxStream<'static, Result<T, Status>>;
 
-/// Serves secrets on `listener` until `shutdown`.
 pub fn serve(
     listener: Listener,
     sources: Sources,

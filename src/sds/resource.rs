@@ -37,7 +37,6 @@ pub struct SecretOptions {
     pub crl: Option<PathBuf>,
 }
 
-/// A secret with its options.
 #[derive(Clone, Debug)]
 pub(super) struct Resource<'a> {
     pub(super) secret: Secret,
@@ -135,7 +134,6 @@ impl Resource<'_> {
         Version { pem, crl: self.crl.clone() }
     }
 
-    /// Encodes the secret as Envoy's resource of this name.
     pub(super) fn encode(&self, name: &Name) -> Any {
         let content = match &self.secret {
             Secret::Certificate(certificate) => {

@@ -26,7 +26,6 @@ const HEALTH_TYPE_URL: &str = "type.googleapis.com/istio.v1.HealthInformation";
 /// Looks up the resource of a name; None if it does not exist now.
 pub(super) type Lookup<'a> = dyn Fn(&Name) -> Option<Resource<'a>> + 'a;
 
-/// The protocol state of one stream.
 #[derive(Debug)]
 pub(super) struct StateOfTheWorld {
     pub(super) id: u64,
@@ -37,7 +36,6 @@ pub(super) struct StateOfTheWorld {
     has_node: bool,
     /// The requested names, each with the version that was last sent since the request. None if none was sent.
     names: BTreeMap<Name, Option<Version>>,
-    /// The nonce of the latest response.
     nonce: Option<String>,
     /// True once Envoy has a version of the secret. Each of its streams requests one secret.
     has_version: bool,
@@ -121,12 +119,10 @@ impl StateOfTheWorld {
         Ok(())
     }
 
-    /// Returns all requested names.
     pub(super) fn names(&self) -> impl Iterator<Item = &Name> {
         self.names.keys()
     }
 
-    /// Returns the names of which nothing has been sent yet.
     pub(super) fn unsent(&self) -> impl Iterator<Item = &Name> {
         self.names.iter().filter_map(|(name, sent)| if sent.is_none() { Some(name) } else { None })
     }
@@ -192,8 +188,7 @@ impl StateOfTheWorld {
             self.metrics.rejects.inc();
             self.report_rejection(error.code, &escaped(&error.message, MAX_REASON));
         } else if request.resource_names.is_empty() && request.type_url == TYPE_URL {
-            let version = &request.version_info;
-            tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id} {version} {nonce}");
+            tracing::debug!(target: "ads", "ADS:SDS: UNSUBSCRIBE {id} {} {nonce}", request.version_info);
             self.names.clear();
             self.metrics.rejections.lock().remove(&id);
         } else if !nonce.is_empty() && latest.is_some_and(|latest| latest != nonce) {
@@ -237,7 +232,6 @@ impl StateOfTheWorld {
         }
     }
 
-    /// Logs the end of the stream.
     pub(super) fn report_end(&self, status: &Status) {
         let id = self.id;
         let code = status.code();

@@ -20,7 +20,6 @@ use crate::runtime::clock::rfc3339;
 use crate::secrets::name::Name;
 use crate::secrets::{Secret, SecretState, Subscription};
 
-/// The state of one stream.
 pub(super) struct Stream {
     protocol: StateOfTheWorld,
     service: Service,
@@ -61,8 +60,8 @@ impl Stream {
         self.protocol.metrics.largest_request.raise(request.encoded_len() as f64);
         self.protocol.apply(request)?;
         self.secrets.want(self.protocol.names().cloned().collect());
-        let mut names = self.protocol.unsent();
-        if names.any(|name| matches!(self.secrets.get(name), SecretState::Unsigned))
+        let mut unsent = self.protocol.unsent();
+        if unsent.any(|name| matches!(self.secrets.get(name), SecretState::Unsigned))
             && let Some(failure) = self.secrets.failure()
         {
             tracing::info!(
@@ -74,7 +73,6 @@ impl Stream {
         Ok(())
     }
 
-    /// Returns the response that is due, if any.
     fn due_response(&mut self) -> Option<DiscoveryResponse> {
         let sources = &self.service.sources;
         let lookup = |name: &Name| {
@@ -96,7 +94,6 @@ impl Stream {
         self.protocol.next_response(&lookup, empty)
     }
 
-    /// Waits for the next response that is due.
     async fn next_response(&mut self) -> DiscoveryResponse {
         loop {
             let pause = self.read_crl().await;
@@ -148,9 +145,8 @@ impl Stream {
         futures_util::stream::try_unfold(
             (self, requests),
             |(mut stream, mut requests)| async move {
-                Ok::<_, Status>(
-                    stream.answer(&mut requests).await?.map(|it| (it, (stream, requests))),
-                )
+                let response = stream.answer(&mut requests).await?;
+                Ok::<_, Status>(response.map(|it| (it, (stream, requests))))
             },
         )
     }
@@ -170,8 +166,7 @@ impl Stream {
             let applied = match request {
                 Ok(Some(request)) => self.apply(&request),
                 Ok(None) => {
-                    let id = self.protocol.id;
-                    tracing::info!(target: "ads", "ADS: \"\" {id} terminated");
+                    tracing::info!(target: "ads", "ADS: \"\" {} terminated", self.protocol.id);
                     return Ok(None);
                 }
                 Err(status) => Err(status),

@@ -31,7 +31,6 @@ const MISMATCH: &str = "it is for another identity or another kind of key";
 pub(super) struct CertificateCache {
     parent: PathBuf,
     identity: SpiffeId,
-    /// The kind of key and its encoding.
     kind: String,
 }
 
@@ -41,7 +40,6 @@ struct Header {
     identity: String,
     kind: String,
     issued: u64,
-    /// The response of the authority.
     answer: Vec<String>,
 }
 
@@ -91,11 +89,9 @@ impl CertificateCache {
     }
 
     fn load(&self, now: SystemTime) -> Result<Option<(Workload, SystemTime)>, BoxError> {
-        let Some(text) = if_exists(
-            Directory::private(&self.parent, DIRECTORY, false)
-                .and_then(|directory| directory.read_private(FILE)),
-        )?
-        else {
+        let text = Directory::private(&self.parent, DIRECTORY, false)
+            .and_then(|directory| directory.read_private(FILE));
+        let Some(text) = if_exists(text)? else {
             return Ok(None);
         };
         let mut parts = text.splitn(2, |byte| *byte == b'\n');

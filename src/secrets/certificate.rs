@@ -81,8 +81,7 @@ impl Workload {
 }
 
 fn unusable(found: impl ToString) -> Problem {
-    let subject = "answer of the certificate authority";
-    Problem::new(codes::CERTIFICATE_ANSWER_UNUSABLE, subject, found)
+    Problem::new(codes::CERTIFICATE_ANSWER_UNUSABLE, "answer of the certificate authority", found)
 }
 
 fn not_certificates(index: usize, found: x509::Error) -> Problem {
@@ -128,8 +127,8 @@ impl Certificate {
     pub(super) fn problems(&self, identity: &SpiffeId, now: SystemTime) -> Vec<Problem> {
         let mut problems = Vec::new();
         if !self.is_issued_to(identity) {
-            let names = self.leaf.names.join(", ");
-            let found = format!("issued to {names}, requested for {identity}");
+            let found =
+                format!("issued to {}, requested for {identity}", self.leaf.names.join(", "));
             let code = codes::CERTIFICATE_FOR_OTHER_IDENTITY;
             problems.push(Problem::new(code, NEW_CERTIFICATE, found));
         }

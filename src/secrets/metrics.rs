@@ -17,7 +17,6 @@ use crate::metrics::{Counter, Kind, Registry};
 /// The attempts that count as one request, as pilot-agent makes them.
 const MAX_ATTEMPTS: u32 = 5;
 
-/// The counters of certificate requests.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
     /// The attempts of the current request.
@@ -114,7 +113,6 @@ impl Metrics {
     }
 }
 
-/// Registers the gauges of the certificate's dates.
 pub(super) fn register_gauges(secrets: &Secrets, registry: &Registry) {
     for (name, help, value) in GAUGES {
         let state = secrets.state.clone();

@@ -97,7 +97,6 @@ pub struct State {
     pub uncached: Option<Problem>,
 }
 
-/// The dates of a certificate.
 #[derive(Clone, Copy, Debug)]
 pub struct Dates {
     pub not_before: SystemTime,
@@ -113,7 +112,6 @@ pub struct Dates {
 pub struct Failure {
     #[serde(flatten, serialize_with = "problem::error")]
     pub problem: Problem,
-    /// The number of consecutive failures.
     pub failures: u32,
     /// The time of the first of these failures.
     #[serde(skip)]
@@ -171,8 +169,7 @@ impl Secrets {
     /// verified with them.
     pub fn latest(&self) -> State {
         let mut state = self.state.borrow().clone();
-        let now = self.clock.now();
-        if state.expiry().is_some_and(|expiry| expiry <= now) {
+        if state.expiry().is_some_and(|expiry| expiry <= self.clock.now()) {
             state.workload = None;
         }
         state
@@ -189,8 +186,7 @@ impl Secrets {
         let state = self.latest();
         let Some(failure) = state.failure else {
             let code = codes::CERTIFICATE_NOT_ISSUED;
-            let is_first = state.workload.is_none();
-            return is_first.then(|| Problem::new(code, WORKLOAD, code.cause));
+            return state.workload.is_none().then(|| Problem::new(code, WORKLOAD, code.cause));
         };
         let mut problem = failure.problem;
         let failures = failure.failures;
@@ -204,7 +200,6 @@ impl Secrets {
         Some(problem)
     }
 
-    /// Describes the secrets for the debug page.
     pub fn snapshot(&self) -> Snapshot {
         observe::snapshot(&self.latest(), self.clock.now())
     }

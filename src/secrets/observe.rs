@@ -17,7 +17,6 @@ use crate::trust::{chain_verifier, pem};
 /// The most certificates of a secret that are shown. No chain or bundle of roots for Envoy has more.
 const MAX_CERTIFICATES: usize = 100;
 
-/// The secrets at one moment.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
     pub secrets: Vec<Secret>,

@@ -37,7 +37,6 @@ enum IssueError {
     Unreachable(SignError),
 }
 
-/// The key of the next request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum NextKey {
     Same,
@@ -48,7 +47,6 @@ enum NextKey {
 }
 
 impl NextKey {
-    /// Returns a text for the log.
     fn text(self) -> &'static str {
         match self {
             Self::Same => "",
@@ -388,16 +386,11 @@ impl<C: Ca> Renewal<C> {
         Some((published, next))
     }
 
-    /// Publishes and logs new roots.
     fn publish_roots(&self, roots: Roots) {
         tracing::info!(target: "cache", "Root cert has changed, start rotating root cert");
-        self.state.send_if_modified(|state| {
-            let last = state.roots.replace(roots);
-            last != state.roots
-        });
+        self.state.send_if_modified(|state| state.roots.replace(roots) != state.roots);
     }
 
-    /// Publishes each trust bundle of the mesh.
     async fn follow_mesh_bundle(&self) {
         let mut mesh = self.mesh.subscribe();
         while mesh.changed().await.is_ok() {
@@ -448,8 +441,7 @@ impl<C: Ca> Renewal<C> {
                 );
             }
             let what = "resource:default failed to sign";
-            let follows = [&*follows, &problem.remedy];
-            let line = sentence(what, &text, "", follows, problem.code.name);
+            let line = sentence(what, &text, "", [&*follows, &problem.remedy], problem.code.name);
             tracing::error!(target: "cache", "{line}");
         }
         let failure = Failure {

@@ -54,8 +54,7 @@ pub(super) fn jittered(ratio: f64, jitter: f64, random: f64) -> f64 {
 /// current certificate is valid for `remaining`: a quarter of that time, at most [`MAX_SPREAD`]. Returns zero if a
 /// request must not wait: without a certificate, and for one that ends soon.
 pub(super) fn spread(remaining: Option<Duration>) -> Duration {
-    let left = remaining.filter(|left| *left > URGENT).unwrap_or_default();
-    scaled(left, 0.25).min(MAX_SPREAD)
+    scaled(remaining.filter(|left| *left > URGENT).unwrap_or_default(), 0.25).min(MAX_SPREAD)
 }
 
 /// Returns the moment when `ratio` of the lifetime between `created` and `not_after` is left.

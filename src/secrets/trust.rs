@@ -40,7 +40,6 @@ impl Roots {
         (Some(Self(x509::to_pem(&roots).into())), broken)
     }
 
-    /// Merges these roots and others.
     pub(super) fn union(&self, others: &Self) -> Self {
         Self(merge([&*self.0, &*others.0]).into())
     }
@@ -73,11 +72,8 @@ impl MeshBundle {
         let roots = Roots::merged([bundle.as_bytes()]);
         if roots.is_none() && !bundle.trim().is_empty() {
             let found = x509::Error::NoCertificate(bundle.len());
-            return Err(Problem::new(
-                codes::MESH_BUNDLE_INVALID,
-                "trust bundle of the mesh",
-                found,
-            ));
+            let code = codes::MESH_BUNDLE_INVALID;
+            return Err(Problem::new(code, "trust bundle of the mesh", found));
         }
         Ok(self.0.send_if_modified(|mesh| {
             let changed = mesh.pem != bundle;

@@ -72,19 +72,17 @@ impl Facts {
 
     /// Reports a certificate that is not valid at `now`, or in the last tenth of its lifetime.
     pub(crate) fn validity_problem(&self, subject: &str, now: SystemTime) -> Option<Problem> {
-        let begin = self.not_before;
-        let end = self.not_after;
-        let wait = signed_seconds(begin, now);
-        let left = signed_seconds(end, now);
+        let wait = signed_seconds(self.not_before, now);
+        let left = signed_seconds(self.not_after, now);
         let (code, what, date) = if wait > 0.0 {
             let what = format!("is valid in {}, from", rounded_seconds(wait));
-            (codes::CERTIFICATE_NOT_YET_VALID, what, begin)
+            (codes::CERTIFICATE_NOT_YET_VALID, what, self.not_before)
         } else if left < 0.0 {
             let what = format!("expired {} ago, at", rounded_seconds(-left));
-            (codes::CERTIFICATE_EXPIRED, what, end)
-        } else if left < signed_seconds(end, begin) * LAST_TENTH {
+            (codes::CERTIFICATE_EXPIRED, what, self.not_after)
+        } else if left < signed_seconds(self.not_after, self.not_before) * LAST_TENTH {
             let what = format!("expires in {}, at", rounded_seconds(left));
-            (codes::CERTIFICATE_EXPIRES_SOON, what, end)
+            (codes::CERTIFICATE_EXPIRES_SOON, what, self.not_after)
         } else {
             return None;
         };
@@ -145,7 +143,6 @@ pub(super) fn holder_and_rank(der: &[u8]) -> Option<(Vec<u8>, (bool, i64))> {
     Some((holder, rank))
 }
 
-/// Writes certificates as PEM.
 pub(super) fn to_pem(ders: &[Vec<u8>]) -> String {
     ders.iter().map(|der| pem::encode("CERTIFICATE", der).to_string()).collect()
 }

@@ -54,7 +54,6 @@ impl Policy {
         matches!(self, Self::Fips140_2 | Self::Fips140_3) && !is_fips_mode()
     }
 
-    /// Starts the configuration of a client.
     pub fn builder(self) -> Result<ConfigBuilder<ClientConfig, WantsVerifier>, rustls::Error> {
         ClientConfig::builder_with_provider(Arc::new(self.provider()))
             .with_protocol_versions(self.versions())

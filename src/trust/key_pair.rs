@@ -6,7 +6,7 @@ use rustls::sign::CertifiedKey;
 use rustls::{Error, InconsistentKeys};
 use zeroize::Zeroizing;
 
-use super::pem;
+use crate::trust::pem;
 
 /// The part of a pair that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -19,11 +19,10 @@ pub(crate) enum Unusable {
     Pair(Error),
 }
 
-/// Reads a pair from PEM.
 pub(crate) fn from_pem(chain: &[u8], key: &[u8]) -> Result<CertifiedKey, Unusable> {
     let chain = pem::items(chain).collect::<Result<_, _>>().map_err(Unusable::Chain)?;
-    let key = pem::first(key).map_err(Unusable::Key)?;
-    certified(chain, &Zeroizing::new(key)).map_err(Unusable::Pair)
+    certified(chain, &Zeroizing::new(pem::first(key).map_err(Unusable::Key)?))
+        .map_err(Unusable::Pair)
 }
 
 /// Fails if the key does not belong to the chain. rustls' own pairing would leave a copy of the key in memory.

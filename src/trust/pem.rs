@@ -29,7 +29,6 @@ pub(crate) fn items<T: PemObject>(pem: &[u8]) -> impl Iterator<Item = Result<T, 
     blocks(pem).filter_map(item)
 }
 
-/// Returns the first item of one kind.
 pub(crate) fn first<T: PemObject>(pem: &[u8]) -> Result<T, Error> {
     items(pem).next().unwrap_or(Err(Error::NoItemsFound))
 }

@@ -6,10 +6,10 @@ use rustls::client::danger::ServerCertVerifier;
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, Error};
 
-use super::chain_verifier::OneOf;
-use super::compliance::Policy;
-use super::trust_anchors::TrustAnchors;
 use crate::net::unverified_tls;
+use crate::trust::chain_verifier::OneOf;
+use crate::trust::compliance::Policy;
+use crate::trust::trust_anchors::TrustAnchors;
 
 /// Returns the configuration of a client that presents `pair`, and accepts certificates below `roots` with one of
 /// `names`, or with any name if there are none. Without roots it accepts any certificate.

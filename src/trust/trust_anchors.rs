@@ -26,7 +26,6 @@ pub(crate) struct TrustAnchors {
     pub(crate) certificates: HashSet<CertificateDer<'static>>,
 }
 
-/// The source of trust anchors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Roots {
     /// A PEM file with one or more certificates.
@@ -72,16 +71,11 @@ pub(crate) enum Error {
 }
 
 /// The numbers of certificates that are not used.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{broken} broken, {expired} expired")]
 pub(crate) struct LeftOut {
     broken: usize,
     expired: usize,
-}
-
-impl fmt::Display for LeftOut {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} broken, {} expired", self.broken, self.expired)
-    }
 }
 
 /// The last line about certificates that are left out, by their source.
@@ -151,7 +145,6 @@ impl SystemRoots {
     }
 }
 
-/// Reads trust anchors.
 pub(crate) async fn load(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
     let blocking = roots.clone();
     tokio::task::spawn_blocking(move || read(&blocking))
@@ -238,7 +231,6 @@ pub(crate) fn parse(path: &Path, pem: &[u8], now: SystemTime) -> Result<TrustAnc
     })
 }
 
-/// Returns the end of a certificate's validity.
 pub(crate) fn not_after(der: &[u8]) -> Option<SystemTime> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     Some(certificate.validity().not_after.to_datetime().into())

@@ -47,7 +47,6 @@ const PARENT_EXIT: Duration = Duration::from_secs(1);
 /// otherwise the current inputs. May block.
 pub type Prepare = Arc<dyn Fn(u32) -> Result<Prepared, BoxError> + Send + Sync>;
 
-/// Limits for the parts of a hot restart.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
     /// The parent shutdown time; longer than the drain time. Whole seconds are used.
@@ -56,25 +55,6 @@ pub struct Limits {
     pub live: Duration,
     /// The time for reading the inputs and for their validation by Envoy.
     pub check: Duration,
-}
-
-/// Why Envoy cannot be lent to another agent.
-#[derive(Debug, thiserror::Error)]
-pub enum NotLent {
-    #[error("Envoy runs without hot restart: {0}")]
-    WithoutHotRestart(String),
-    #[error("no Envoy runs")]
-    NotRunning,
-    #[error("Envoy does not serve")]
-    NotServing,
-    #[error(
-        "an earlier successor of Envoy has failed, and Envoy must be restarted before the next"
-    )]
-    SuccessorFailed,
-    #[error("Envoy is being replaced, or its parent has not ended")]
-    BeingReplaced,
-    #[error("Envoy has ended")]
-    Ended,
 }
 
 /// The end of a task or of a process.
@@ -90,13 +70,9 @@ pub(super) enum Completion {
         workers: Option<u32>,
         prepared: Arc<Prepared>,
     },
-    /// The successor is live.
     Live,
-    /// The time of a successor until it is live is over.
     SuccessorDeadline,
-    /// The time of the parent until its exit is over.
     ParentDeadline,
-    /// A task has panicked.
     Panicked(JoinError),
     SuccessorExited(Ended),
     ParentExited(Ended),
@@ -123,7 +99,6 @@ pub(super) struct HotRestart {
     next_epoch: u32,
     /// The launch of the current Envoy, also after its exit.
     launch: Option<Launch>,
-    /// The reason of the last request.
     reason: &'static str,
     pub(super) last: Option<Restart>,
     /// Valid inputs that have not been started yet.
@@ -178,20 +153,23 @@ impl HotRestart {
 
     /// Lets a successor in another container start: returns its takeover, or the reason for a refusal.
     /// Blocks restarts until [`HotRestart::reclaim`], which must follow if the successor does not take over.
-    pub(super) fn lend(&mut self) -> Result<Takeover, NotLent> {
+    pub(super) fn lend(&mut self) -> Result<Takeover, BoxError> {
         let Some(takeover) = self.launch.as_ref().and_then(Launch::takeover) else {
             return Err(match &self.unavailable {
-                Some(why) => NotLent::WithoutHotRestart(why.clone()),
-                None => NotLent::NotRunning,
+                Some(why) => format!("Envoy runs without hot restart: {why}").into(),
+                None => "no Envoy runs".into(),
             });
         };
         self.apply(Event::Lend);
-        match self.machine.phase() {
-            Phase::Lent => Ok(takeover),
-            Phase::Idle if !self.machine.is_ready => Err(NotLent::NotServing),
-            Phase::Idle => Err(NotLent::SuccessorFailed),
-            _ => Err(NotLent::BeingReplaced),
-        }
+        let why = match self.machine.phase() {
+            Phase::Lent => return Ok(takeover),
+            Phase::Idle if !self.machine.is_ready => "Envoy does not serve",
+            Phase::Idle => {
+                "an earlier successor of Envoy has failed, and Envoy must be restarted before the next"
+            }
+            _ => "Envoy is being replaced, or its parent has not ended",
+        };
+        Err(why.into())
     }
 
     /// Allows restarts again after the successor in another container has exited. Returns what the supervisor must do.
@@ -408,7 +386,6 @@ impl HotRestart {
         None
     }
 
-    /// Starts an Envoy and counts it.
     fn start_instance(&mut self, launch: Launch) -> Result<Instance, Problem> {
         let command = &launch.prepared.command;
         if let (Some(own), Some(workers)) = (command.concurrency, command.workers(&launch.mode))
@@ -536,7 +513,6 @@ impl HotRestart {
         self.last = Some(Restart { method: Some(method), ..restart });
     }
 
-    /// Ends the current restart, if there is one.
     fn conclude(&mut self, outcome: Outcome, problem: Option<String>) {
         let Some(restart) = self.last.as_mut().filter(|restart| restart.is_under_way()) else {
             return;
@@ -565,7 +541,6 @@ impl HotRestart {
         self.results.with([result]).inc();
     }
 
-    /// Begins to read and validate the inputs of a successor.
     fn begin_check(&mut self) {
         tracing::info!("validating new Envoy inputs ({})", self.reason);
         self.last = Some(Restart::begin(self.reason));
@@ -583,7 +558,6 @@ impl HotRestart {
         });
     }
 
-    /// Runs a wait or a timer, which ends with this completion.
     fn spawn_task(
         &mut self,
         completion: Completion,
@@ -610,7 +584,6 @@ impl HotRestart {
         }
     }
 
-    /// Starts the time of the parent, now that its successor is live.
     fn begin_parent_shutdown(&mut self) {
         self.live_since = Some(Instant::now());
         self.spawn_task(Completion::ParentDeadline, sleep(self.parent_limit()));
@@ -658,8 +631,8 @@ async fn check_inputs(
 
 /// Runs Envoy to check its bootstrap. Fails with Envoy's reason if it rejects the bootstrap.
 pub(crate) async fn validate(prepared: Arc<Prepared>, epoch: u32) -> Result<(), BoxError> {
-    let launch = Launch { prepared, base_id: None, mode: Mode::Validate };
-    let mut envoy = Instance::start(launch, epoch)?;
+    let mut envoy =
+        Instance::start(Launch { prepared, base_id: None, mode: Mode::Validate }, epoch)?;
     let ended = envoy.wait_for_exit().await?;
     let reason = envoy.output.reason().await;
     match ended {

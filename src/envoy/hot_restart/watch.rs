@@ -25,9 +25,10 @@ pub fn restart_on_change(
     let files: Arc<[PathBuf]> = files.into();
     // The files have been read for the first Envoy, so changes before its start count, too.
     let watch = watch(&files);
-    Ok(
-        async move { tokio::join!(on_hangup(hangups, &envoy), on_file_change(watch, &files, &envoy)).0 },
-    )
+    Ok(async move {
+        let on_files = on_file_change(watch, &files, &envoy);
+        tokio::join!(on_hangup(hangups, &envoy), on_files).0
+    })
 }
 
 fn watch(files: &[PathBuf]) -> io::Result<FileWatch> {

@@ -30,14 +30,12 @@ pub enum Event {
     Live,
     /// Envoy must drain and keep running.
     DrainOrdered,
-    /// The delay before the drain of an order is over.
     DelayOver,
     StopRequested(Urgency),
     /// Envoy must shut down so that another one can start.
     Replace(EndBy),
     /// The event that the step waits for has happened or cannot be observed, or the time of the step is over.
     Done(Step),
-    /// The pause before the next start is over.
     PauseOver,
     EnvoyExited {
         may_restart: bool,
@@ -111,7 +109,6 @@ impl Machine {
         self.phase
     }
 
-    /// Returns the urgency of the last stop request.
     pub fn requested(&self) -> Urgency {
         self.requested
     }

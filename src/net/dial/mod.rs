@@ -50,7 +50,6 @@ pub struct Candidates {
     left: Vec<SocketAddr>,
     /// The running attempts. A slow one is not cancelled when the next one starts.
     attempts: JoinSet<(SocketAddr, Result<TcpStream, Error>)>,
-    /// The errors of the failed attempts, in order.
     pub errors: Vec<Error>,
 }
 
@@ -100,7 +99,6 @@ impl Dialer {
         Self { source: Some(source), ..Self::default() }
     }
 
-    /// Connects only to addresses that `filter` allows.
     pub fn with_filter(filter: Arc<dyn Filter>) -> Self {
         Self { filter: Some(filter), ..Self::default() }
     }

@@ -27,10 +27,8 @@ pub struct Proxy {
     pub authorization: Option<HeaderValue>,
 }
 
-/// The proxies of the environment.
 #[derive(Clone, Debug, Default)]
 pub struct Proxies {
-    /// The proxy for `http` URLs.
     pub http: Option<Proxy>,
     /// The proxy for `https` URLs, and for other connections with TLS.
     pub https: Option<Proxy>,
@@ -39,7 +37,6 @@ pub struct Proxies {
 }
 
 impl Proxies {
-    /// Returns the proxy for connections to a host, if any.
     pub fn find(&self, has_tls: bool, host: &str, port: u16) -> Option<&Proxy> {
         let proxy = if has_tls { &self.https } else { &self.http }.as_ref()?;
         if is_excluded(&self.excluded, host, port) { None } else { Some(proxy) }

@@ -51,7 +51,6 @@ const MAX_HEADERS: usize = 24 << 10;
 /// The maximum number of bytes that are read of an unwanted body, so that the server can finish its response.
 const MAX_DISCARDED: usize = 10 << 20;
 
-/// The settings of a client.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
     pub dialer: Dialer,
@@ -85,7 +84,6 @@ type Connector = BoxCloneSyncService<Uri, TokioIo<Stream>, ConnectError>;
 #[error("cannot connect")]
 struct ConnectError(Mutex<Option<Error>>);
 
-/// The body of a response.
 #[derive(Debug)]
 pub struct Body {
     data: BodyDataStream<Incoming>,

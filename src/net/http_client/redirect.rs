@@ -37,8 +37,7 @@ impl Redirects {
             return Ok(false);
         }
         let base = request.uri();
-        let scheme = location.get(..4).unwrap_or_default();
-        let is_http = scheme.eq_ignore_ascii_case("http");
+        let is_http = location.get(..4).unwrap_or_default().eq_ignore_ascii_case("http");
         if self == Self::SameHost && is_absolute(&location) && !is_http {
             return Ok(false);
         }

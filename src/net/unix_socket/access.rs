@@ -16,7 +16,6 @@ const MAX_USERS: usize = 1024;
 /// The user that stands for all that a user namespace does not have (user_namespaces(7)).
 const OVERFLOW: u32 = 65534;
 
-/// The users that may connect.
 #[derive(Clone, Debug)]
 pub struct Access {
     users: BTreeSet<u32>,

@@ -192,14 +192,12 @@ impl Listener {
         &self.path
     }
 
-    /// Lets only this process' user connect.
     pub fn for_own_user(self) -> Result<Self, Problem> {
         fs::set_permissions(&self.path, fs::Permissions::from_mode(0o600))
             .map_err(io_problem(&self.path, "set the mode of the socket"))?;
         Ok(self)
     }
 
-    /// Serves only the users that `access` admits.
     #[must_use]
     pub fn with_access(mut self, access: Option<Access>) -> Self {
         self.access = access;

@@ -14,16 +14,13 @@ use tokio::net::UnixStream;
 
 use crate::files::permission::explained;
 
-/// The limit of a probe.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// The client's preface of HTTP/2: a fixed text, and empty settings.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 
-/// The type of a SETTINGS frame.
 const SETTINGS: u8 = 4;
 
-/// The state of a socket.
 #[derive(Debug)]
 pub enum Health {
     /// No socket: there is no file, or one of another kind.

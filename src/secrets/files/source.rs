@@ -21,7 +21,6 @@ use crate::trust::pem;
 /// The largest file read, many times the bundle of an operating system.
 const MAX_FILE: u64 = 4 << 20;
 
-/// The files of one secret.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
     Pair { chain: PathBuf, key: PathBuf },
@@ -31,7 +30,6 @@ pub enum Source {
 /// A secret, and what is left out of it.
 pub(super) struct Checked {
     pub(super) secret: Secret,
-    /// The number of invalid certificates in a bundle of roots.
     pub(super) invalid_certificates: usize,
     /// A description of text that is not PEM.
     pub(super) non_pem_text: Option<&'static str>,

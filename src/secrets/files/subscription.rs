@@ -31,7 +31,6 @@ impl Subscription {
         }
     }
 
-    /// Replaces the requested names.
     pub fn want(&mut self, names: BTreeSet<Name>) {
         let files = &self.files;
         // Two names may have one source.
@@ -50,7 +49,6 @@ impl Subscription {
             .map_or(SecretState::Unsigned, SecretState::Available)
     }
 
-    /// Returns the failure of the authority's latest attempt.
     pub fn failure(&self) -> Option<Failure> {
         self.authority.as_ref()?.latest().failure
     }

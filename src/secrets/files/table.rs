@@ -13,7 +13,6 @@ use crate::files::file_watch::FileWatch;
 use crate::problem::{Problem, codes};
 use crate::secrets::Secret;
 
-/// The state of a secret.
 #[derive(Clone, Debug)]
 pub enum SecretState {
     /// The authority has not signed it yet.
@@ -40,7 +39,6 @@ pub(super) const MAX_SOURCES: usize = 10_000;
 #[derive(Debug, Default)]
 pub(super) struct Table {
     inner: Mutex<Inner>,
-    /// The notification of new sources.
     pub(super) wanted: Notify,
     /// The notification of subscribers: a secret has changed, or the files of an unusable secret were read again.
     pub(super) changes: watch::Sender<()>,
@@ -60,7 +58,6 @@ pub(super) struct Entry {
     /// True if its files need not exist.
     pub(super) is_optional: bool,
     pub(super) content: Mutex<Content>,
-    /// The notification that the files may have changed.
     pub(super) changed: Notify,
 }
 
@@ -77,8 +74,7 @@ impl Table {
             return entry.state();
         }
         let found = format!("{MAX_SOURCES} secrets are read from files already");
-        let code = codes::SECRET_FILES_TOO_MANY;
-        SecretState::Unusable(Arc::new(Problem::new(code, source, found)))
+        SecretState::Unusable(Arc::new(Problem::new(codes::SECRET_FILES_TOO_MANY, source, found)))
     }
 
     /// Returns the entry of a source, which is read from now on. None if there are [`MAX_SOURCES`] already.

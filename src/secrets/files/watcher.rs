@@ -126,7 +126,6 @@ impl Watcher {
         }
     }
 
-    /// Makes the affected sources be read again.
     fn notify(&self, is_affected: impl Fn(&Source) -> bool) {
         for entry in self.table.entries() {
             if is_affected(&entry.source) {
@@ -135,14 +134,12 @@ impl Watcher {
         }
     }
 
-    /// Logs and counts that files cannot be watched.
     fn report_unwatched(&self, what: impl ToString, error: &io::Error) {
         self.watcher_failures.inc();
         let problem = Problem::new(codes::SECRET_FILES_NOT_WATCHED, what, error);
         tracing::error!(target: "cache", "certificate watch error: {problem}");
     }
 
-    /// Runs a task for each source.
     async fn run_source_tasks(self: &Arc<Self>) {
         let mut tasks = JoinSet::new();
         loop {
@@ -193,10 +190,8 @@ impl Watcher {
         let _permit = self.reads.acquire().await;
         let reading = tokio::task::spawn_blocking(move || {
             // The watch begins before the read, so that no change is missed in between.
-            let watched = watch.map(|watch| {
-                let results = files.paths().map(|path| watch.watch(path));
-                results.fold(Ok(()), Result::and)
-            });
+            let watched = watch
+                .map(|watch| files.paths().map(|path| watch.watch(path)).fold(Ok(()), Result::and));
             (watched, files.read())
         });
         let (watched, content) = match reading.await {

@@ -28,7 +28,6 @@ pub const NAMES: [&str; 3] = ["key.pem", "cert-chain.pem", "root-cert.pem"];
 
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// The directory and the mode of the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     pub directory: PathBuf,
@@ -48,10 +47,9 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
             secrets.changed().await;
             continue;
         };
-        let directory = config.clone();
+        let task_config = config.clone();
         let writing = tokio::task::spawn_blocking(move || {
-            let contents = [certificate.key_pem(), certificate.chain_pem(), roots.pem()];
-            write_all(&directory, contents)
+            write_all(&task_config, [certificate.key_pem(), certificate.chain_pem(), roots.pem()])
         });
         let Err(error) = writing.await.unwrap_or_else(|error| Err(error.into())) else {
             retry.reset();
@@ -72,7 +70,6 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
     }
 }
 
-/// Reports that the files cannot be written.
 pub fn problem(config: &Config, error: io::Error) -> Problem {
     let found = explained(&config.directory, error);
     let subject = format!("OUTPUT_CERTS={}", config.directory.display());

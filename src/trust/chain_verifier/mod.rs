@@ -138,7 +138,6 @@ pub(crate) struct OneOf {
 }
 
 impl OneOf {
-    /// Returns true if the certificate has one of the names.
     fn accepts(&self, certificate: &X509Certificate<'_>) -> bool {
         let mut found = alternative_names(certificate).into_iter();
         found.any(|it| self.names.iter().any(|name| it == *name || covers(&it, name)))
@@ -159,8 +158,8 @@ pub(crate) fn alternative_names(certificate: &X509Certificate<'_>) -> Vec<String
 
 /// Returns true if a DNS name of a certificate is a wildcard for this host.
 fn covers(name: &str, host: &str) -> bool {
-    let parent = host.split_once('.').map(|(_, parent)| parent);
-    name.strip_prefix("*.").is_some_and(|suffix| parent == Some(suffix))
+    name.strip_prefix("*.")
+        .is_some_and(|suffix| host.split_once('.').is_some_and(|(_, parent)| parent == suffix))
 }
 
 impl ServerCertVerifier for OneOf {
@@ -234,7 +233,6 @@ fn has_signed(root: &X509Certificate<'_>, certificate: &X509Certificate<'_>) -> 
         && verifies(root, message.as_ref(), &signature.data)
 }
 
-/// Verifies a signature with the key of a certificate.
 pub(crate) fn verifies(signer: &X509Certificate<'_>, message: &[u8], signature: &[u8]) -> bool {
     let key = SubjectPublicKeyInfoDer::from(signer.public_key().raw);
     RawPublicKeyEntity::try_from(&key).is_ok_and(|key| {

@@ -18,9 +18,7 @@ pub enum Event {
     },
     /// The current Envoy drains, shuts down, or has exited.
     Unready,
-    /// The agent stops.
     Stop,
-    /// A restart was requested.
     Wanted,
     /// The inputs are unchanged or unusable.
     NothingToStart,
@@ -45,7 +43,6 @@ pub enum Event {
         /// True if its successor had not ended it yet, and the agent cannot take its sockets.
         is_early: bool,
     },
-    /// The current Envoy has exited.
     CurrentExited,
 }
 

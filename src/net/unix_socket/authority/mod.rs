@@ -60,7 +60,6 @@ pub(super) struct Reader<R> {
     inner: R,
     /// None once all bytes pass unchanged.
     rewriter: Option<Box<Rewriter>>,
-    /// The bytes to return to the reader.
     output: BytesMut,
 }
 
@@ -91,8 +90,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for Reader<R> {
                 this.rewriter = None;
             }
         }
-        let size = this.output.len().min(buffer.remaining());
-        buffer.put_slice(&this.output.split_to(size));
+        buffer.put_slice(&this.output.split_to(this.output.len().min(buffer.remaining())));
         if this.output.is_empty() {
             this.output = BytesMut::new(); // Frees its memory.
         }
