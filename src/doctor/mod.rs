@@ -154,10 +154,12 @@ pub fn used_up_ports(error: &http_client::Error) -> Option<Problem> {
     let http_client::Error::Connect(dial::Error::Connect { source, .. }) = error else {
         return None;
     };
+    if source.kind() != io::ErrorKind::AddrNotAvailable {
+        return None;
+    }
     let usage = usage::local_ports(Path::new("/"))?;
     let found = format!("{source}; {usage} are in use");
-    let is_used_up = source.kind() == io::ErrorKind::AddrNotAvailable;
-    is_used_up.then(|| Problem::new(codes::PORTS_USED_UP, resources::PORTS, found))
+    Some(Problem::new(codes::PORTS_USED_UP, resources::PORTS, found))
 }
 
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {

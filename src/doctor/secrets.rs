@@ -74,9 +74,10 @@ async fn workload_secrets(
     served: Option<&Subscription>,
 ) -> ([Option<Secret>; 2], Vec<Check>) {
     let mut secrets = [Name::Default, Name::RootCa].map(|name| served?.get(&name).available());
-    let files = subject.config.secret_sources.files.workload.clone();
-    let serves = subject.running.is_none_or(|running| running.serves_secrets);
-    let Some(files) = files.filter(|_| serves) else {
+    if subject.running.is_some_and(|running| !running.serves_secrets) {
+        return (secrets, Vec::new());
+    }
+    let Some(files) = subject.config.secret_sources.files.workload.clone() else {
         return (secrets, Vec::new());
     };
     let is_only_source = files.is_only_source;

@@ -120,8 +120,8 @@ impl<T> Reader<T> {
     fn report(&self, new: Http2State) {
         use Http2State::{Closed, GoingAway};
         self.state.send_if_modified(|state| {
-            let is_known = matches!((&*state, &new), (Closed(_), _) | (GoingAway(_), Closed(_)));
-            let changed = *state != new && !is_known;
+            let changed = *state != new
+                && !matches!((&*state, &new), (Closed(_), _) | (GoingAway(_), Closed(_)));
             if changed {
                 *state = new;
             }

@@ -216,25 +216,26 @@ impl HotRestart {
     fn replace_parent(&mut self) -> Event {
         // The Envoy that could send messages to an earlier parent is the one that has exited.
         self.parent_sockets = None;
-        let is_parent = self.machine.phase() == Phase::Leaving && self.is_early();
-        let (Some(base_id), Some(launch)) = (self.base_id().filter(|_| is_parent), &self.launch)
-        else {
-            return Event::ParentExited { is_early: false };
-        };
-        match base_id.bind_parent_sockets(launch.restart_epoch().saturating_sub(1)) {
-            Ok(sockets) => {
-                tracing::warn!(
-                    "the former Envoy has exited early; its successor keeps serving, and the agent receives the messages \
-                     to the former one"
-                );
-                self.parent_sockets = Some(sockets);
-                Event::ParentExited { is_early: false }
-            }
-            Err(error) => {
-                tracing::warn!(%error, "cannot bind the sockets of the former Envoy, which has exited early");
-                Event::ParentExited { is_early: true }
+        if self.machine.phase() == Phase::Leaving
+            && self.is_early()
+            && let Some(base_id) = self.base_id()
+            && let Some(launch) = &self.launch
+        {
+            match base_id.bind_parent_sockets(launch.restart_epoch().saturating_sub(1)) {
+                Ok(sockets) => {
+                    tracing::warn!(
+                        "the former Envoy has exited early; its successor keeps serving, and the agent receives the messages \
+                         to the former one"
+                    );
+                    self.parent_sockets = Some(sockets);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot bind the sockets of the former Envoy, which has exited early");
+                    return Event::ParentExited { is_early: true };
+                }
             }
         }
+        Event::ParentExited { is_early: false }
     }
 
     /// Requests a restart. It begins when no other one is running. Returns what the supervisor must do.

@@ -139,8 +139,9 @@ pub(crate) struct OneOf {
 
 impl OneOf {
     fn accepts(&self, certificate: &X509Certificate<'_>) -> bool {
-        let mut found = alternative_names(certificate).into_iter();
-        found.any(|it| self.names.iter().any(|name| it == *name || covers(&it, name)))
+        alternative_names(certificate)
+            .iter()
+            .any(|it| self.names.iter().any(|name| it == name || covers(it, name)))
     }
 }
 
