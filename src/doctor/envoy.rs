@@ -4,6 +4,8 @@ use std::io::ErrorKind;
 use std::net::UdpSocket;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use super::{PROBE_LIMIT, Running, Subject, capture, error, peers, run_blocking};
 use crate::config;
 use crate::envoy::crash::Crash;
@@ -15,7 +17,6 @@ use crate::net::unix_socket;
 use crate::problem::{Problem, codes};
 use crate::report::{Check, Level};
 use crate::xds::observe::Snapshot;
-use serde_json::Value;
 
 const ADMIN: &str = "admin port";
 /// The time after which an Envoy must have opened its admin port, also on a busy machine.
