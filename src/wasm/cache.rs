@@ -9,7 +9,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, symlink};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::digest::{SHA256, digest};
 
@@ -38,8 +38,7 @@ impl Cache {
 
     /// Creates the directory that modules are downloaded to.
     pub(super) fn prepare(&self) -> io::Result<()> {
-        let mut builder = fs::DirBuilder::new();
-        builder.recursive(true).mode(0o755).create(&self.directory)
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.directory)
     }
 
     /// Returns the module that a key leads to, if its content is valid.
@@ -88,13 +87,11 @@ impl Cache {
         max_bytes: u64,
     ) -> io::Result<usize> {
         let now = Clock::system().now();
-        let is_older = |time, limit| now.duration_since(time).is_ok_and(|age| age > limit);
         let mut modules = Vec::new();
         #[expect(clippy::disallowed_methods, reason = "only files with a digest as name are used")]
         for entry in fs::read_dir(&self.directory)? {
-            let entry = entry?;
-            let (path, file_name) = (entry.path(), entry.file_name());
-            let name = file_name.to_string_lossy();
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             match fs::metadata(&path) {
                 Ok(file) if name.strip_suffix(".wasm").is_some_and(is_digest) => {
                     modules.push((file.modified()?, file.len(), path));
@@ -103,7 +100,7 @@ impl Cache {
                 Ok(file)
                     if name.starts_with(PREFIX)
                         && name.ends_with(SUFFIX)
-                        && is_older(file.modified()?, MAX_FETCH) =>
+                        && age(now, file.modified()?) > MAX_FETCH =>
                 {
                     fs::remove_file(path)?;
                 }
@@ -115,7 +112,7 @@ impl Cache {
         modules.sort();
         let mut total: u64 = modules.iter().map(|(_, size, _)| size).sum();
         modules.retain(|(last_use, size, path)| {
-            let is_over = total > max_bytes || is_older(*last_use, expiry);
+            let is_over = total > max_bytes || age(now, *last_use) > expiry;
             let remains = used.contains(path) || !is_over || !remove(path);
             total -= if remains { 0 } else { *size };
             remains
@@ -124,16 +121,14 @@ impl Cache {
     }
 
     fn link_path(&self, key: &str) -> PathBuf {
-        let name = hexadecimal(digest(&SHA256, key.as_bytes()).as_ref());
-        self.directory.join(name)
+        self.directory.join(hexadecimal(digest(&SHA256, key.as_bytes()).as_ref()))
     }
 }
 
 /// Returns the module in a file if its content matches the name, and records its use.
 fn check(path: &Path) -> io::Result<Module> {
     let file = regular_file::open(path)?;
-    let stem = path.file_stem().unwrap_or_default();
-    let sha256 = stem.to_string_lossy().into_owned();
+    let sha256 = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let size = file.metadata()?.len();
     // Without a limit, reading a device would not end.
     if download::copy(&mut (&file).take(size), &mut io::sink())?.1 != sha256 {
@@ -142,6 +137,11 @@ fn check(path: &Path) -> io::Result<Module> {
     // On a read-only disk, the time of the last use is not recorded.
     let _ = file.set_modified(Clock::system().now());
     Ok(Module { path: path.to_owned(), sha256, size })
+}
+
+/// Returns the age of a file, which is zero if the clock was set back.
+fn age(now: SystemTime, time: SystemTime) -> Duration {
+    now.duration_since(time).unwrap_or_default()
 }
 
 /// Removes a module. Returns false if that fails.

@@ -24,7 +24,7 @@ use crate::metrics::Registry;
 use crate::net::executor::ConnectionTasks;
 use crate::problem::{Problem, codes};
 use convert::Filter;
-pub(crate) use convert::wire;
+pub(crate) use convert::{Rejected, wire};
 pub use fetch::Config as FetchConfig;
 use modules::{MAX_RESOURCES, Metrics, Modules};
 use request::{Request, Unusable};
@@ -68,11 +68,14 @@ impl Wasm {
         config: Config,
         registry: &Registry,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
-        let (fetches, metrics) = (ConnectionTasks::default(), Metrics::new(registry));
         let interval = config.purge_interval;
-        let directory = config.directory.display();
-        tracing::debug!(target: "wasm", "LocalFileCache is created in {directory}, purged every {interval:?}");
-        let modules = Arc::new(Modules::new(config, fetches.executor(), metrics));
+        tracing::debug!(
+            target: "wasm",
+            "LocalFileCache is created in {}, purged every {interval:?}",
+            config.directory.display()
+        );
+        let fetches = ConnectionTasks::default();
+        let modules = Arc::new(Modules::new(config, fetches.executor(), Metrics::new(registry)));
         let wasm = Self(modules.clone());
         let purging = async move {
             let _fetches = fetches;
@@ -92,18 +95,17 @@ impl Wasm {
         &self,
         resources: &[Bytes],
         complete: bool,
-    ) -> Result<Converted, String> {
+    ) -> Result<Converted, Rejected> {
         let started = Instant::now();
         let converted = self.convert_all(resources, complete).await;
-        let milliseconds = started.elapsed().as_secs_f64() * 1000.0;
-        self.0.metrics.duration.observe(milliseconds);
+        self.0.metrics.duration.observe(started.elapsed().as_secs_f64() * 1000.0);
         converted.inspect_err(|problem| {
             tracing::error!(target: "wasm", "error in applying failopen rbac config: {problem}");
         })
     }
 
     /// Returns true if a resource, an encoded `Any`, has a module to fetch. Fails if the resource cannot be read.
-    pub(crate) fn has_module(resource: &Bytes) -> Result<bool, String> {
+    pub(crate) fn has_module(resource: &Bytes) -> Result<bool, Rejected> {
         let filter = convert::read_filter(resource)?;
         Ok(filter.is_some_and(|filter| filter.module.is_ok()))
     }
@@ -114,11 +116,15 @@ impl Wasm {
     }
 
     /// Converts the resources at the same time.
-    async fn convert_all(&self, resources: &[Bytes], complete: bool) -> Result<Converted, String> {
+    async fn convert_all(
+        &self,
+        resources: &[Bytes],
+        complete: bool,
+    ) -> Result<Converted, Rejected> {
         let filters = self.filters(resources)?;
         if complete {
-            let names = filters.iter().flatten().map(|filter| &*filter.name);
-            let listed: HashSet<&str> = names.collect();
+            let listed: HashSet<&str> =
+                filters.iter().flatten().map(|filter| &*filter.name).collect();
             self.0.retain(|name| listed.contains(name));
         }
         let replacing = filters.iter().map(async |filter| match filter {
@@ -138,37 +144,34 @@ impl Wasm {
 
     /// Returns the filter in each resource, if there is one. The error lists all resources that cannot be
     /// read.
-    fn filters(&self, resources: &[Bytes]) -> Result<Vec<Option<Filter>>, String> {
-        let (mut filters, mut problems) = (Vec::new(), Vec::new());
+    fn filters(&self, resources: &[Bytes]) -> Result<Vec<Option<Filter>>, Rejected> {
+        let mut filters = Vec::new();
+        let mut problems = Vec::new();
         for resource in resources {
-            match convert::read_filter(resource) {
-                Ok(filter) => {
-                    if filter.is_none() {
-                        self.0.metrics.conversions.with(["no_remote_load"]).inc();
-                        let extension = wire::last(resource, 2).ok().flatten();
-                        let name = extension.and_then(|it| wire::last(&it, 1).ok()?);
-                        if let Some(name) = name {
-                            let shown = String::from_utf8_lossy(&name);
-                            tracing::debug!(target: "wasm", "no remote load found in extension {shown}");
-                            self.forget(&name);
-                        }
-                    }
-                    filters.push(filter);
-                }
+            let filter = match convert::read_filter(resource) {
+                Ok(filter) => filter,
                 Err(problem) => {
                     self.0.metrics.conversions.with(["unmarshal_failure"]).inc();
                     problems.push(problem);
+                    continue;
+                }
+            };
+            if filter.is_none() {
+                self.0.metrics.conversions.with(["no_remote_load"]).inc();
+                let extension = wire::last(resource, 2).ok().flatten();
+                if let Some(name) = extension.and_then(|it| wire::last(&it, 1).ok()?) {
+                    let shown = String::from_utf8_lossy(&name);
+                    tracing::debug!(target: "wasm", "no remote load found in extension {shown}");
+                    self.forget(&name);
                 }
             }
+            filters.push(filter);
         }
-        if !problems.is_empty() {
-            return Err(problems.join("\n"));
-        }
-        Ok(filters)
+        if problems.is_empty() { Ok(filters) } else { Err(Rejected::Several(problems)) }
     }
 
     /// Returns the replacement of a filter's resource, and when to retry if its module is missing.
-    async fn replace(&self, filter: &Filter) -> Result<(Bytes, Option<Instant>), String> {
+    async fn replace(&self, filter: &Filter) -> Result<(Bytes, Option<Instant>), Rejected> {
         let unusable = match self.with_module(filter).await {
             Ok(resource) => {
                 self.0.metrics.conversions.with(["success"]).inc();
@@ -195,25 +198,22 @@ impl Wasm {
         if replaced.len() < MAX_RESOURCES {
             replaced.insert(filter.name.clone(), (filter.fails_open, problem));
         }
-        let resource = filter.fallback().map_err(|error| error.to_string())?;
-        Ok((resource, unusable.retry_at))
+        Ok((filter.fallback()?, unusable.retry_at))
     }
 
     /// Returns the resource with its module.
     async fn with_module(&self, filter: &Filter) -> Result<Bytes, Unusable> {
         let request = filter.module.as_ref().map_err(Clone::clone)?;
         self.0.config.check_allowed(request)?;
-        let module = self.0.get(request).await;
-        let path = module.map_err(|failure| Unusable {
+        let module = self.0.get(request).await.map_err(|failure| Unusable {
             retry_at: Some(failure.retry_at),
             ..Unusable::fetch(failure.error)
         })?;
-        let (name, path) = (&filter.name, path.to_string_lossy());
+        let name = &filter.name;
+        let path = module.to_string_lossy();
         tracing::debug!(target: "wasm", "new extension config resource {name}, with module {path}");
-        let rewritten = filter.with_module(&path);
-        rewritten.map_err(|error| {
-            let error = (codes::WASM_CONFIGURATION, error.to_string());
-            Unusable::new("marshal_failure", error)
+        filter.with_module(&path).map_err(|error| {
+            Unusable::new("marshal_failure", (codes::WASM_CONFIGURATION, error.to_string()))
         })
     }
 
@@ -231,10 +231,10 @@ impl Wasm {
 impl Config {
     /// Fails if the operator's rules forbid a module.
     fn check_allowed(&self, request: &Request) -> Result<(), Unusable> {
-        let mut allowed = self.allowed.iter();
+        let is_listed = |prefix: &String| request.source.is_within(prefix);
         let rule = if self.requires_digest && request.pinned.is_none() {
             "is not pinned by a digest, and ISTIO_AGENT_WASM_REQUIRE_DIGEST is set"
-        } else if !self.allowed.is_empty() && !allowed.any(|it| request.source.is_within(it)) {
+        } else if !self.allowed.is_empty() && !self.allowed.iter().any(is_listed) {
             "is not listed in ISTIO_AGENT_WASM_ALLOWED_REGISTRIES"
         } else {
             return Ok(());

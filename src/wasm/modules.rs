@@ -119,20 +119,22 @@ impl Modules {
             }
             backoff = failure.backoff;
         }
-        let module = self.wait_for_module(request).await;
-        module.map(|module| module.path).map_err(|error| {
-            let failure =
-                Failure { error, retry_at: after(backoff.next_wait().max(MIN_WAIT)), backoff };
-            self.record(request, Err(failure.clone()));
-            failure
-        })
+        match self.wait_for_module(request).await {
+            Ok(module) => Ok(module.path),
+            Err(error) => {
+                let retry_at = after(backoff.next_wait().max(MIN_WAIT));
+                let failure = Failure { error, retry_at, backoff };
+                self.record(request, Err(failure.clone()));
+                Err(failure)
+            }
+        }
     }
 
     /// Returns the last result of the same request.
     fn last_result(&self, request: &Request) -> Option<Result<Module, Failure>> {
         let resources = self.resources.lock();
-        let last = resources.get(&request.name)?;
-        (last.request == request.id).then(|| last.result.clone())
+        let last = resources.get(&request.name).filter(|last| last.request == request.id)?;
+        Some(last.result.clone())
     }
 
     /// Makes this the last result of the resource.
@@ -152,7 +154,8 @@ impl Modules {
         request: &Arc<Request>,
         key: &str,
     ) -> Result<Option<Module>, Error> {
-        let (request, key) = (request.clone(), key.to_owned());
+        let request = request.clone();
+        let key = key.to_owned();
         self.on_disk(move |modules, cache| {
             let Some(module) = cache.find(&key) else {
                 return Ok(None);
@@ -187,15 +190,14 @@ impl Modules {
         let (done, result) = watch::channel(Err(stopped));
         let url = request.source.redacted();
         fetches.insert(request.fetch_id, (url.clone(), result.clone()));
-        let (modules, request) = (self.clone(), request.clone());
+        let modules = self.clone();
+        let request = request.clone();
         self.executor.spawn(async move {
             // The semaphore is never closed.
             let _slot = modules.slots.acquire().await;
             let limit = request.time_limit;
-            let in_time = timeout(limit, modules.fetch(&request)).await;
-            let fetched = in_time.unwrap_or_else(|_| {
-                let limit = rounded(limit);
-                let found = format!("{url} is not complete within {limit}");
+            let fetched = timeout(limit, modules.fetch(&request)).await.unwrap_or_else(|_| {
+                let found = format!("{url} is not complete within {}", rounded(limit));
                 Err((codes::WASM_DOWNLOAD_FAILED, found))
             });
             if let Err((code, _)) = &fetched
@@ -212,7 +214,8 @@ impl Modules {
     async fn fetch(self: &Arc<Self>, request: &Arc<Request>) -> Fetched {
         let deadline = after(request.time_limit);
         self.on_disk(|_, cache| cache.prepare()).await?;
-        let (directory, config) = (&self.config.directory, &self.config.fetch);
+        let directory = &self.config.directory;
+        let config = &self.config.fetch;
         let pinned = request.pinned.as_deref();
         let source = &request.source;
         tracing::debug!(target: "wasm", "fetching {}", source.redacted());
@@ -224,8 +227,7 @@ impl Modules {
             }
             Some(reference) => {
                 let secret = request.pull_secret.as_deref().map(String::as_str);
-                let fetching = config.image(source, reference, secret, pinned, deadline);
-                let image = fetching.await?;
+                let image = config.image(source, reference, secret, pinned, deadline).await?;
                 request.check_digest(&image.digests)?;
                 let found = image.digests[0].clone();
                 if pinned.is_none() {
@@ -258,15 +260,12 @@ impl Modules {
         let modules = self.clone();
         let working = async move {
             let cache = modules.cache.clone().lock_owned().await;
-            let working = tokio::task::spawn_blocking(move || work(&modules, &cache));
-            working.await.unwrap_or_else(|ended| Err(ended.into()))
+            tokio::task::spawn_blocking(move || work(&modules, &cache)).await?
         };
-        let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut));
-        let done = timeout(DISK_LIMIT, working).await.unwrap_or_else(late);
-        done.map_err(|error| {
+        let done = timeout(DISK_LIMIT, working).await;
+        done.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).map_err(|error| {
             let directory = self.config.directory.display();
-            let found = format!("cannot store modules in {directory}: {error}");
-            (codes::WASM_CACHE, found)
+            (codes::WASM_CACHE, format!("cannot store modules in {directory}: {error}"))
         })
     }
 
@@ -296,8 +295,7 @@ impl Modules {
     }
 
     fn count_lookup(&self, is_hit: bool) {
-        let hit = if is_hit { "true" } else { "false" };
-        self.metrics.lookups.with([hit]).inc();
+        self.metrics.lookups.with([if is_hit { "true" } else { "false" }]).inc();
     }
 
     /// Returns all resources, each with its module or an error, and the URLs of running fetches.
@@ -307,8 +305,8 @@ impl Modules {
         let fetching: Vec<_> = fetches.values().map(|(url, _)| url).collect();
         let resources = self.resources.lock();
         let shown = resources.iter().map(|(name, resource)| {
-            let result = resource.result.as_ref();
-            let (module, failure) = (result.ok(), result.err());
+            let module = resource.result.as_ref().ok();
+            let failure = resource.result.as_ref().err();
             let wait = failure.map(|failure| failure.retry_at.duration_since(Instant::now()));
             json!({
                 "name": name,

@@ -81,12 +81,11 @@ impl Request {
         };
         let module_name = image.map_or_else(|| uri.uri.clone(), Reference::module_name);
         let time_limit = uri.timeout.map_or(TIME_LIMIT, time_limit);
-        let secret = pull_secret.as_deref();
-        let fetch_id = hash((&uri.uri, &pinned, secret));
-        let (policy, version) = (variables.get(PULL_POLICY), variables.get(RESOURCE_VERSION));
+        let fetch_id = hash((&uri.uri, &pinned, pull_secret.as_deref()));
+        let policy = variables.get(PULL_POLICY);
         Ok(Self {
             name: name.to_owned(),
-            id: hash((fetch_id, time_limit, policy, version)),
+            id: hash((fetch_id, time_limit, policy, variables.get(RESOURCE_VERSION))),
             fetch_id,
             ignores_version: match policy.map(String::as_str) {
                 _ if pinned.is_some() => true,
@@ -116,9 +115,10 @@ impl Request {
     pub(super) fn check_digest(&self, found: &[String]) -> Result<(), Error> {
         match &self.pinned {
             Some(expected) if !found.contains(expected) => {
-                let (url, found) = (self.source.redacted(), &found[0]);
                 let found = format!(
-                    "module downloaded from {url} has checksum {found}, which does not match: {expected}"
+                    "module downloaded from {} has checksum {}, which does not match: {expected}",
+                    self.source.redacted(),
+                    found[0]
                 );
                 Err((codes::WASM_CHECKSUM, found))
             }
@@ -145,8 +145,7 @@ fn key(digest: &str, module_name: &str) -> String {
 /// Converts a time limit. A negative one is zero.
 fn time_limit(limit: protobuf::Duration) -> Duration {
     let protobuf::Duration { seconds, nanos } = limit;
-    let limit = Duration::try_from(prost_types::Duration { seconds, nanos });
-    limit.unwrap_or_default().min(MAX_FETCH)
+    Duration::try_from(prost_types::Duration { seconds, nanos }).unwrap_or_default().min(MAX_FETCH)
 }
 
 fn hash(value: impl Hash) -> u64 {

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use futures_util::future::select_all;
 use tokio::time::sleep_until;
 
-use crate::wasm::{Converted, Wasm, wire};
+use crate::wasm::{Converted, Rejected, Wasm, wire};
 use crate::xds::Protocol;
 use crate::xds::interceptor::{Intercepting, Interceptor, Outcome, SecondOutcome};
 
@@ -80,7 +80,7 @@ fn convert(
             }
             let (rewritten, converted) = match rewrite(&wasm, protocol, &message).await {
                 Ok(rewritten) => rewritten,
-                Err(problem) => return Outcome::Rejected(problem),
+                Err(problem) => return Outcome::Rejected(problem.to_string()),
             };
             if let Some(last) = &mut last
                 && converted.retryable >= last.retryable
@@ -146,9 +146,8 @@ async fn rewrite(
     wasm: &Wasm,
     protocol: Protocol,
     message: &Bytes,
-) -> Result<(Bytes, Converted), String> {
-    let broken = |error| format!("discovery response from istiod: {error}");
-    let fields = wire::fields(message).map_err(broken)?;
+) -> Result<(Bytes, Converted), Rejected> {
+    let fields = wire::fields(message).map_err(Rejected::Response)?;
     // In delta, resources that are not in the response stay in use.
     let is_complete = protocol == Protocol::Sotw;
     let mut resources = Vec::new();
@@ -157,7 +156,7 @@ async fn rewrite(
             (REMOVED, Some(name)) if !is_complete => wasm.forget(name),
             (RESOURCES, Some(any)) if is_complete => resources.push(any.clone()),
             (RESOURCES, Some(resource)) => {
-                let any = wire::last(resource, RESOURCE).map_err(broken)?;
+                let any = wire::last(resource, RESOURCE).map_err(Rejected::Response)?;
                 // A resource without an `Any` is rejected as an empty one.
                 resources.push(any.unwrap_or_default());
             }
@@ -179,7 +178,9 @@ async fn rewrite(
         };
         let content = match protocol {
             Protocol::Sotw => any,
-            Protocol::Delta => wire::edit_field(content, RESOURCE, |_| Ok(any)).map_err(broken)?,
+            Protocol::Delta => {
+                wire::edit_field(content, RESOURCE, |_| Ok(any)).map_err(Rejected::Response)?
+            }
         };
         wire::append(&mut rewritten, RESOURCES, &content);
     }

@@ -6,7 +6,6 @@
 
 pub(crate) mod wire;
 
-use std::error::Error;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -20,6 +19,7 @@ use prost::{DecodeError, Message};
 use prost_reflect::{DescriptorPool, DynamicMessage};
 
 use super::request::{Request, Unusable};
+use crate::runtime::lifecycle::BoxError;
 
 const EXTENSION: &str = "envoy.config.core.v3.TypedExtensionConfig";
 const TYPED_STRUCT: &str = "type.googleapis.com/udpa.type.v1.TypedStruct";
@@ -50,30 +50,52 @@ pub(crate) struct Filter {
     wasm: Bytes,
 }
 
+/// The reason to reject a response.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Rejected {
+    #[error("failed to unmarshal extension config resource: {0}")]
+    Resource(BoxError),
+    #[error("typed extension config {name:?} does not contain any typed config")]
+    Empty { name: String },
+    #[error("failed to unmarshal the typed config of extension {name:?}: {error}")]
+    Config { name: String, error: BoxError },
+    #[error("no remote and local load found in Wasm {kind} filter {name:?}")]
+    NoModule { kind: &'static str, name: String },
+    #[error(transparent)]
+    Fallback(#[from] DecodeError),
+    #[error("discovery response from istiod: {0}")]
+    Response(DecodeError),
+    #[error("{}", lines(.0))]
+    Several(Vec<Self>),
+}
+
+fn lines(problems: &[Rejected]) -> String {
+    problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+}
+
 /// Returns the filter in a resource, if it is Wasm with a remote module. Fails if the resource cannot be
 /// read; pilot-agent rejects the response then.
-pub(crate) fn read_filter(resource: &Bytes) -> Result<Option<Filter>, String> {
-    let core::TypedExtensionConfig { name, typed_config } = decode_extension(resource)
-        .map_err(|error| format!("failed to unmarshal extension config resource: {error}"))?;
-    let config = typed_config.ok_or_else(|| {
-        format!("typed extension config {name:?} does not contain any typed config")
-    })?;
-    let decoded = decode_wasm(config).map_err(|error| {
-        format!("failed to unmarshal the typed config of extension {name:?}: {error}")
-    })?;
+pub(crate) fn read_filter(resource: &Bytes) -> Result<Option<Filter>, Rejected> {
+    let core::TypedExtensionConfig { name, typed_config } =
+        decode_extension(resource).map_err(Rejected::Resource)?;
+    let Some(config) = typed_config else {
+        return Err(Rejected::Empty { name });
+    };
+    let decoded = match decode_wasm(config) {
+        Ok(decoded) => decoded,
+        Err(error) => return Err(Rejected::Config { name, error }),
+    };
     let Some(WasmConfig { is_http, encoded, decoded }) = decoded else {
         return Ok(None);
     };
     let mut plugin = decoded.config.unwrap_or_default();
-    let vm_config = plugin.vm.take().map(|Vm::VmConfig(vm)| vm);
-    let vm = vm_config.unwrap_or_default();
+    let vm = plugin.vm.take().map(|Vm::VmConfig(vm)| vm).unwrap_or_default();
     let remote = match vm.code.and_then(|code| code.specifier) {
         Some(Specifier::Remote(remote)) => remote,
         Some(Specifier::Local(_)) => return Ok(None),
         None => {
             let kind = if is_http { "HTTP" } else { "Network" };
-            let problem = "no remote and local load found in Wasm";
-            return Err(format!("{problem} {kind} filter {name:?}"));
+            return Err(Rejected::NoModule { kind, name });
         }
     };
     let variables = vm.environment_variables.unwrap_or_default().key_values;
@@ -88,7 +110,7 @@ pub(crate) fn read_filter(resource: &Bytes) -> Result<Option<Filter>, String> {
     }))
 }
 
-fn decode_extension(resource: &Bytes) -> Result<core::TypedExtensionConfig, Box<dyn Error>> {
+fn decode_extension(resource: &Bytes) -> Result<core::TypedExtensionConfig, BoxError> {
     let any = Any::decode(resource.clone())?;
     if any.type_url.rsplit('/').next() != Some(EXTENSION) {
         return Err(format!("type {:?}, expected {EXTENSION}", any.type_url).into());
@@ -104,7 +126,7 @@ struct WasmConfig {
 }
 
 /// Decodes the configuration of a Wasm filter. None for another filter.
-fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, Box<dyn Error>> {
+fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, BoxError> {
     let is_struct = config.type_url == TYPED_STRUCT;
     let config = if is_struct {
         // A `TypedStruct` has the fields of an `Any`, and its value is a `Struct`.
@@ -126,18 +148,15 @@ fn decode_wasm(config: Any) -> Result<Option<WasmConfig>, Box<dyn Error>> {
 /// Converts an encoded `google.protobuf.Struct` to the encoded `Wasm` message that it describes, so that
 /// both forms of a filter are handled alike. By the rules of protobuf's JSON, a member that is unknown or
 /// has the wrong type is an error.
-fn wasm_from_struct(value: &[u8]) -> Result<Bytes, Box<dyn Error>> {
+fn wasm_from_struct(value: &[u8]) -> Result<Bytes, BoxError> {
+    const MISSING: &str = "its definition is missing in this program";
     // Such filters are rare, so the definitions are not stored.
     let definitions = DescriptorPool::decode(DEFINITIONS)?;
-    let definition = |name| {
-        let found = definitions.get_message_by_name(name);
-        found.ok_or("its definition is missing in this program")
-    };
-    let value = DynamicMessage::decode(definition("google.protobuf.Struct")?, value)?;
-    let value = serde_json::to_value(&value)?;
-    let wasm = definition("envoy.extensions.wasm.v3.Wasm")?;
-    let wasm = DynamicMessage::deserialize(wasm, value)?;
-    Ok(wasm.encode_to_vec().into())
+    let definition = definitions.get_message_by_name("google.protobuf.Struct").ok_or(MISSING)?;
+    let value = serde_json::to_value(DynamicMessage::decode(definition, value)?)?;
+    let definition =
+        definitions.get_message_by_name("envoy.extensions.wasm.v3.Wasm").ok_or(MISSING)?;
+    Ok(DynamicMessage::deserialize(definition, value)?.encode_to_vec().into())
 }
 
 #[expect(deprecated, reason = "EnvoyFilters still set it")]
@@ -196,11 +215,10 @@ impl Filter {
 fn without_variables_for_agent(environment: Bytes) -> Result<Bytes, DecodeError> {
     let mut rest = Vec::new();
     for field in wire::fields(&environment)? {
-        if let (2, Some(entry)) = (field.number, field.content) {
-            let key = wire::last(&entry, 1)?.unwrap_or_default();
-            if key.starts_with(FOR_AGENT.as_bytes()) {
-                continue;
-            }
+        if let (2, Some(entry)) = (field.number, field.content)
+            && wire::last(&entry, 1)?.unwrap_or_default().starts_with(FOR_AGENT.as_bytes())
+        {
+            continue;
         }
         rest.extend_from_slice(&field.record);
     }

@@ -20,11 +20,13 @@ pub(crate) struct Field {
 
 /// Splits a message into its fields.
 pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
-    let (mut rest, mut fields) = (message.clone(), Vec::new());
+    let mut rest = message.clone();
+    let mut fields = Vec::new();
     while rest.has_remaining() {
         let begin = rest.clone();
         let (number, wire_type) = decode_key(&mut rest)?;
-        let (mut content, context) = (None, DecodeContext::default());
+        let context = DecodeContext::default();
+        let mut content = None;
         if wire_type == WireType::LengthDelimited {
             // A slice of the message, not a copy.
             let content = content.insert(Bytes::new());
@@ -40,8 +42,7 @@ pub(crate) fn fields(message: &Bytes) -> Result<Vec<Field>, DecodeError> {
 
 /// Returns the content of the last field with this number, which is the one that counts in protobuf.
 pub(crate) fn last(message: &Bytes, number: u32) -> Result<Option<Bytes>, DecodeError> {
-    let mut fields = fields(message)?.into_iter();
-    let last = fields.rfind(|field| field.number == number);
+    let last = fields(message)?.into_iter().rfind(|field| field.number == number);
     Ok(last.and_then(|field| field.content))
 }
 
@@ -60,7 +61,8 @@ pub(crate) fn edit_field(
     edit: impl FnOnce(Bytes) -> Result<Bytes, DecodeError>,
 ) -> Result<Bytes, DecodeError> {
     let mut before = Vec::with_capacity(message.len());
-    let (mut content, mut after) = (Vec::new(), Vec::new());
+    let mut content = Vec::new();
+    let mut after = Vec::new();
     for field in fields(message)? {
         match field.number.cmp(&number) {
             Ordering::Less => before.extend_from_slice(&field.record),

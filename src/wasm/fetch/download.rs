@@ -16,6 +16,7 @@ use tokio::io::{AsyncWriteExt, DuplexStream};
 use tokio_util::io::{InspectReader, SyncIoBridge};
 
 use super::Error;
+use super::error::FetchError;
 use crate::net::http_client::Body;
 use crate::problem::codes;
 use crate::runtime::lifecycle::with_causes;
@@ -54,28 +55,29 @@ pub(super) struct Plan {
 impl Plan {
     /// Downloads a body.
     pub(super) async fn download(self, body: Body) -> Result<Download, Error> {
-        let (url, limit) = (self.url.clone(), self.max_received);
+        let url = self.url.clone();
+        let limit = self.max_received;
         let (pipe, received) = tokio::io::duplex(PIPE);
         let writing = tokio::task::spawn_blocking(move || self.write(received));
         let sent = send(body, limit, pipe).await;
-        let written = writing.await.map_err(|error| error.to_string());
-        let finished = sent.and(written);
-        let unpacked = finished.map_err(|problem| unusable(&url, &problem))?;
-        unpacked.map_err(|error| match error {
-            UnpackError::Invalid(problem) => {
+        let written = writing.await.map_err(FetchError::from);
+        match sent.and(written).map_err(|error| unusable(&url, &error))? {
+            Err(UnpackError::Invalid(problem)) => {
                 let found = format!("fetched Wasm binary from {url} is invalid: {problem}");
-                (codes::WASM_INVALID, found)
+                Err((codes::WASM_INVALID, found))
             }
-            broken => unusable(&url, &with_causes(&broken)),
-        })
+            unpacked => unpacked.map_err(|error| unusable(&url, &error)),
+        }
     }
 
     /// Unpacks the received body into a file, and compares its digest.
     fn write(&self, received: DuplexStream) -> Result<Download, UnpackError> {
-        let readable = std::fs::Permissions::from_mode(0o644);
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(PREFIX).suffix(SUFFIX).permissions(readable);
-        let mut file = builder.tempfile_in(&self.directory).map_err(disk_error)?;
+        let mut file = tempfile::Builder::new()
+            .prefix(PREFIX)
+            .suffix(SUFFIX)
+            .permissions(std::fs::Permissions::from_mode(0o644))
+            .tempfile_in(&self.directory)
+            .map_err(disk_error)?;
         let mut digest = Context::new(&SHA256);
         let received = InspectReader::new(received, |portion: &[u8]| digest.update(portion));
         let mut input = SyncIoBridge::new(received);
@@ -116,8 +118,9 @@ impl Plan {
             self.unpack_archive(&mut input, output, layers - 1)
         } else {
             let found = begin[..begin.len().min(16)].escape_ascii();
-            let expected = "expected \"\\x00asm\" and a version";
-            Err(UnpackError::Invalid(format!("it begins with \"{found}\", {expected}")))
+            Err(UnpackError::Invalid(format!(
+                "it begins with \"{found}\", expected \"\\x00asm\" and a version"
+            )))
         }
     }
 
@@ -134,8 +137,9 @@ impl Plan {
             let entry = entry?;
             let name = entry.path_bytes();
             let base = name.rsplit(|byte| *byte == b'/').next();
-            let is_named = self.file.is_none_or(|file| base == Some(file.as_bytes()));
-            if !is_named || !entry.header().entry_type().is_file() {
+            if self.file.is_some_and(|file| base != Some(file.as_bytes()))
+                || !entry.header().entry_type().is_file()
+            {
                 continue;
             }
             let size = entry.size();
@@ -146,25 +150,24 @@ impl Plan {
                 missing => Err(io::Error::other(format!("{missing} bytes are missing")).into()),
             };
         }
-        let file = self.file.unwrap_or("file");
-        Err(UnpackError::Invalid(format!("its archive has no {file}")))
+        Err(UnpackError::Invalid(format!("its archive has no {}", self.file.unwrap_or("file"))))
     }
 }
 
 /// Returns the error of a response without a complete module.
-pub(super) fn unusable(url: &str, problem: &str) -> Error {
-    let found = format!("could not fetch Wasm binary from {url}: {problem}");
+pub(super) fn unusable(url: &str, error: &(dyn std::error::Error + 'static)) -> Error {
+    let found = format!("could not fetch Wasm binary from {url}: {}", with_causes(error));
     (codes::WASM_DOWNLOAD_FAILED, found)
 }
 
 /// Sends a body to the thread that unpacks it. Fails if it is incomplete or has more than `limit` bytes.
-async fn send(mut body: Body, limit: u64, mut pipe: DuplexStream) -> Result<(), String> {
+async fn send(mut body: Body, limit: u64, mut pipe: DuplexStream) -> Result<(), FetchError> {
     let mut size = 0;
     while let Some(portion) = body.chunk().await {
-        let portion = portion.map_err(|error| with_causes(&error))?;
+        let portion = portion?;
         size += portion.len() as u64;
         if size > limit {
-            return Err(format!("it has more than {limit} bytes"));
+            return Err(FetchError::TooLarge { limit });
         }
         if pipe.write_all(&portion).await.is_err() {
             // The thread that writes has failed, and returns the reason.
@@ -195,7 +198,8 @@ enum UnpackError {
 
 /// Copies all bytes. Returns their number and SHA-256.
 pub(crate) fn copy(input: &mut dyn Read, output: &mut dyn Write) -> io::Result<(u64, String)> {
-    let (mut digest, mut size) = (Context::new(&SHA256), 0);
+    let mut digest = Context::new(&SHA256);
+    let mut size = 0;
     let mut portion = vec![0; 64 << 10];
     loop {
         let count = input.read(&mut portion)?;

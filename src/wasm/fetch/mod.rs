@@ -4,6 +4,7 @@
 //! time: dropping a future ends its download.
 
 pub(crate) mod download;
+mod error;
 mod oci;
 mod server;
 
@@ -16,8 +17,10 @@ use percent_encoding::percent_decode_str;
 use crate::net::address::Cidr;
 use crate::net::dial::proxy::{self, Proxies};
 use crate::problem::{Code, codes};
+use crate::runtime::lifecycle::with_causes;
 use crate::trust::trust_anchors::SystemRoots;
 use download::Plan;
+use error::FetchError;
 
 const DOCKER_HUB: &str = "index.docker.io";
 
@@ -62,7 +65,8 @@ pub(crate) const RESULTS: [(&Code, &str); 4] = [
     (codes::WASM_INVALID, "fetch_failure"),
 ];
 
-fn no_manifest(problem: String) -> Error {
+fn no_manifest(error: FetchError) -> Error {
+    let problem = with_causes(&error);
     let found = format!("could not fetch Wasm OCI image: could not fetch manifest: {problem}");
     (codes::WASM_MANIFEST_FAILED, found)
 }
@@ -73,23 +77,24 @@ impl Source {
         let (prefix, rest) = url.split_once("://").unwrap_or(("", url));
         let scheme = prefix.to_ascii_lowercase();
         if !["http", "https", "oci"].contains(&scheme.as_str()) {
-            let problem = "unsupported Wasm module downloading URL scheme";
-            return Err((codes::WASM_CONFIGURATION, format!("{problem}: {scheme}")));
+            let found = format!("unsupported Wasm module downloading URL scheme: {scheme}");
+            return Err((codes::WASM_CONFIGURATION, found));
         }
-        let unusable = |problem: String| {
-            let found = format!("fail to parse Wasm module fetch url: {scheme}://…: {problem}");
-            (codes::WASM_CONFIGURATION, found)
-        };
-        let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
-        let (authority, path) = rest.split_at(end);
+        let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
         let (authorization, host) = proxy::split_user(authority);
-        let parsed = format!("{scheme}://{host}{path}").parse::<Uri>();
-        let uri = parsed.map_err(|error| unusable(error.to_string()))?;
-        if uri.host().is_none_or(str::is_empty) {
-            return Err(unusable("it has no host".to_owned()));
-        }
-        let image = (scheme == "oci").then(|| Reference::parse(host, uri.path()));
-        Ok(Self { authorization, image: image.transpose().map_err(no_manifest)?, uri })
+        let problem = match format!("{scheme}://{host}{path}").parse::<Uri>() {
+            Ok(uri) if uri.host().is_some_and(|host| !host.is_empty()) => {
+                let image = match scheme.as_str() {
+                    "oci" => Some(Reference::parse(host, uri.path()).map_err(no_manifest)?),
+                    _ => None,
+                };
+                return Ok(Self { uri, authorization, image });
+            }
+            Ok(_) => "it has no host".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        let found = format!("fail to parse Wasm module fetch url: {scheme}://…: {problem}");
+        Err((codes::WASM_CONFIGURATION, found))
     }
 
     /// Returns host and port.
@@ -115,8 +120,8 @@ impl Source {
             Some(image) => image.module_name(),
         });
         let decoded = percent_decode_str(&location).decode_utf8_lossy();
-        let has_parent = decoded.split(['/', '\\']).any(|part| part == "..");
-        !has_parent && location.starts_with(&self::location(prefix))
+        !decoded.split(['/', '\\']).any(|part| part == "..")
+            && location.starts_with(&self::location(prefix))
     }
 }
 
@@ -142,9 +147,8 @@ pub(crate) struct Reference {
 
 impl Reference {
     /// Parses authority and path of an `oci` URL.
-    pub(crate) fn parse(authority: &str, path: &str) -> Result<Self, String> {
-        let decoded = percent_decode_str(path).decode_utf8_lossy();
-        let name = format!("{authority}{decoded}");
+    fn parse(authority: &str, path: &str) -> Result<Self, FetchError> {
+        let name = format!("{authority}{}", percent_decode_str(path).decode_utf8_lossy());
         let (rest, digest) =
             name.split_once('@').map_or((&*name, None), |(rest, digest)| (rest, Some(digest)));
         // A colon before the last slash belongs to a port.
@@ -162,11 +166,12 @@ impl Reference {
         };
         let is_official = registry == DOCKER_HUB && !repository.contains('/');
         let owner = if is_official { "library/" } else { "" };
-        let has_upper_case = repository.contains(|c: char| c.is_ascii_uppercase());
-        let is_valid = repository.split('/').all(is_name) && !has_upper_case && is_name(tag);
-        if !is_valid || digest.is_some_and(|digest| sha256(digest).is_none()) {
-            let expected = "expected registry/repository[:tag][@sha256:digest]";
-            return Err(format!("could not parse reference {name:?}: {expected}"));
+        if !repository.split('/').all(is_name)
+            || repository.contains(|c: char| c.is_ascii_uppercase())
+            || !is_name(tag)
+            || digest.is_some_and(|digest| sha256(digest).is_none())
+        {
+            return Err(FetchError::Reference { name });
         }
         Ok(Self {
             registry: registry.to_owned(),
@@ -188,29 +193,27 @@ impl Reference {
 
 /// Returns true if the text is a tag, or a part of a repository, and not only dots.
 fn is_name(text: &str) -> bool {
-    let is_letter = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-    text.chars().all(is_letter) && text.contains(|c| c != '.')
+    text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+        && text.contains(|c| c != '.')
 }
 
 /// Returns the hexadecimal digits of a digest.
 fn sha256(digest: &str) -> Option<&str> {
-    let digits = digest.strip_prefix("sha256:")?;
-    let is_digit = |c: char| matches!(c, '0'..='9' | 'a'..='f');
-    (digits.len() == 64 && digits.chars().all(is_digit)).then_some(digits)
+    digest.strip_prefix("sha256:").filter(|digits| {
+        digits.len() == 64 && digits.chars().all(|c| matches!(c, '0'..='9' | 'a'..='f'))
+    })
 }
 
 /// Returns a header that is not logged.
-fn secret(text: String) -> Result<HeaderValue, String> {
-    let mut header = HeaderValue::try_from(text)
-        .map_err(|_| "credentials with control characters".to_owned())?;
+fn secret(text: String) -> Result<HeaderValue, FetchError> {
+    let mut header = HeaderValue::try_from(text).map_err(|_| FetchError::ControlCharacters)?;
     header.set_sensitive(true);
     Ok(header)
 }
 
 impl Config {
     fn is_insecure(&self, authority: &str) -> bool {
-        let mut listed = self.insecure.iter();
-        listed.any(|entry| entry == "*" || entry == authority)
+        self.insecure.iter().any(|entry| entry == "*" || entry == authority)
     }
 
     fn plan(&self, source: &Source, directory: &Path) -> Plan {

@@ -10,6 +10,7 @@ use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::download::Download;
+use super::error::FetchError;
 use super::{Config, Error, Source};
 use crate::net::address::Cidr;
 use crate::net::dial::{Dialer, Filter};
@@ -51,13 +52,12 @@ impl Server {
     ) -> Result<Response<Body>, http_client::Error> {
         let host = request.uri().host().unwrap_or_default();
         let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
+        let limit = self.request_limit;
         let mut attempt = 1;
         loop {
-            let limit = self.request_limit;
             let in_time = timeout(limit, self.client.send(request.clone())).await;
             let sent = in_time.unwrap_or_else(|_| {
-                let authority = host.to_owned();
-                Err(http_client::Error::Late { authority, limit })
+                Err(http_client::Error::Late { authority: host.to_owned(), limit })
             });
             let problem = match &sent {
                 Ok(response) if !is_temporary(response.status()) => return sent,
@@ -85,31 +85,36 @@ impl Config {
         directory: &Path,
         deadline: Instant,
     ) -> Result<Download, Error> {
-        let url = source.redacted();
-        let failed = |problem| {
-            let problem = format!("wasm module download from {url} failed: {problem}");
-            (codes::WASM_DOWNLOAD_FAILED, problem)
-        };
+        let response = self.request(source, deadline).await.map_err(|error| {
+            let url = source.redacted();
+            let problem = with_causes(&error);
+            let found = format!("wasm module download from {url} failed: {problem}");
+            (codes::WASM_DOWNLOAD_FAILED, found)
+        })?;
+        self.plan(source, directory).download(response.into_body()).await
+    }
+
+    /// Requests a module. Fails unless the status is 200.
+    async fn request(
+        &self,
+        source: &Source,
+        deadline: Instant,
+    ) -> Result<Response<Body>, FetchError> {
         let request = get(source.uri.clone(), source.authorization.as_ref());
         let mut has_tls = source.uri.scheme_str() == Some("https");
         let response = loop {
-            let server = self.server(source.authority(), has_tls, Redirects::Follow, deadline);
-            let server = server.await.map_err(failed)?;
-            let is_url =
-                |error: &http_client::Error| matches!(error, http_client::Error::Url { .. });
-            match server.send(&request, is_url).await {
+            let server =
+                self.server(source.authority(), has_tls, Redirects::Follow, deadline).await?;
+            match server.send(&request, is_url_error).await {
                 // The server redirects to https.
                 Err(http_client::Error::Url { .. }) if !has_tls => has_tls = true,
-                response => break response,
+                response => break response?,
             }
         };
-        let response = response.map_err(|error| failed(with_causes(&error)))?;
-        let status = response.status();
-        if status != StatusCode::OK {
-            return Err(failed(format!("status code {}", status.as_u16())));
+        match response.status() {
+            StatusCode::OK => Ok(response),
+            status => Err(FetchError::Status(status)),
         }
-        let plan = self.plan(source, directory);
-        plan.download(response.into_body()).await
     }
 
     /// Creates a client for one fetch. Trust anchors are read only for TLS.
@@ -119,18 +124,18 @@ impl Config {
         has_tls: bool,
         redirects: Redirects,
         deadline: Instant,
-    ) -> Result<Server, String> {
-        let unusable = |error: rustls::Error| format!("cannot set up TLS: {error}");
+    ) -> Result<Server, FetchError> {
         let tls = if !has_tls {
             None
         } else if self.is_insecure(authority) {
-            Some(unverified_tls::config(false).map_err(unusable)?)
+            Some(unverified_tls::config(false)?)
         } else {
-            let loaded = trust_anchors::load(&Roots::System(self.roots.clone())).await;
-            let roots = loaded.map_err(|problem| problem.to_string())?;
-            let builder = Policy::None.builder().map_err(unusable)?.dangerous();
-            let verifying = builder.with_custom_certificate_verifier(roots);
-            let mut tls = verifying.with_no_client_auth();
+            let roots = trust_anchors::load(&Roots::System(self.roots.clone())).await?;
+            let mut tls = Policy::None
+                .builder()?
+                .dangerous()
+                .with_custom_certificate_verifier(roots)
+                .with_no_client_auth();
             tls.alpn_protocols = vec![b"http/1.1".to_vec()];
             Some(Arc::new(tls))
         };
@@ -148,9 +153,14 @@ impl Config {
 pub(super) fn get(uri: Uri, authorization: Option<&HeaderValue>) -> Request<Bytes> {
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = uri;
-    let header = authorization.map(|value| (header::AUTHORIZATION, value.clone()));
-    request.headers_mut().extend(header);
+    if let Some(value) = authorization {
+        request.headers_mut().insert(header::AUTHORIZATION, value.clone());
+    }
     request
+}
+
+fn is_url_error(error: &http_client::Error) -> bool {
+    matches!(error, http_client::Error::Url { .. })
 }
 
 /// Returns true if another attempt may succeed.

@@ -141,7 +141,9 @@ fn resources_without_a_remote_module_pass_and_undecodable_ones_are_refused() {
     ] {
         match (read_filter(&resource), expected) {
             (Ok(None), Ok(())) => {}
-            (Err(error), Err(part)) => assert!(error.contains(part), "{what}: {error}"),
+            (Err(error), Err(part)) => {
+                assert!(error.to_string().contains(part), "{what}: {error}");
+            }
             (found, _) => panic!("{what}: {found:?}"),
         }
     }

@@ -21,7 +21,7 @@ fn json(value: &serde_json::Value) -> prost_types::Value {
     prost_types::Value { kind: Some(kind) }
 }
 
-fn typed_struct(value: &serde_json::Value) -> Result<Option<Filter>, String> {
+fn typed_struct(value: &serde_json::Value) -> Result<Option<Filter>, Rejected> {
     let Some(prost_types::value::Kind::StructValue(value)) = json(value).kind else {
         panic!("an object is expected");
     };
@@ -99,7 +99,7 @@ fn a_typed_struct_with_anything_else_is_refused() {
         (json!({"vm_config": {"environment_variables": {"key_values": {"K": 1}}}}), "invalid type"),
         (json!({"vm_config": {"code": {"local": {}, "remote": {}}}}), "multiple fields"),
     ] {
-        let error = typed_struct(&json!({"config": config})).expect_err("an error");
+        let error = typed_struct(&json!({"config": config})).expect_err("an error").to_string();
         assert!(error.contains(expected), "{error}");
     }
 }

@@ -1,6 +1,7 @@
 //! Tests which credentials are found in Docker's configuration files.
 
 use super::*;
+use crate::runtime::lifecycle::with_causes;
 
 fn password(user: &str, password: &str) -> Credentials {
     let header = basic(format!("{user}:{password}").as_bytes());
@@ -35,11 +36,11 @@ fn docker_configurations_of_all_forms_are_read() {
             Some(password("u", "p:q")),
         ),
     ] {
-        assert!(found(config, "r.io/a") == Ok(expected), "{config}");
+        assert!(found(config, "r.io/a").ok() == Some(expected), "{config}");
     }
     let hub = r#"{"auths":{"https://index.docker.io/v1/":{"auth":"dTpw"}}}"#;
     for hub in [hub, &hub.replace("index.", ""), &hub.replace("/v1/", "")] {
-        assert!(found(hub, "index.docker.io/library/a") == Ok(Some(password("u", "p"))));
+        assert!(found(hub, "index.docker.io/library/a").ok() == Some(Some(password("u", "p"))));
     }
 }
 
@@ -72,7 +73,7 @@ fn the_credentials_with_the_longest_matching_path_are_used() {
             let config = format!(r#"{{"auths":{{{}}}}}"#, entries.collect::<Vec<_>>().join(","));
             let expected = expected.map(|at: usize| password("u", &at.to_string()));
             let found = read_credentials(config.as_bytes(), image);
-            assert!(found == Ok(expected), "{keys:?} {image}");
+            assert!(found.ok() == Some(expected), "{keys:?} {image}");
         }
     }
 }
@@ -91,6 +92,7 @@ fn the_error_for_an_invalid_docker_configuration_does_not_show_the_secret() {
         let Err(error) = read_credentials(config.as_bytes(), "r.io/a") else {
             panic!("{config}");
         };
+        let error = with_causes(&error);
         assert!(!error.contains("hunter2") && !error.is_empty(), "{error}");
     }
 }
@@ -103,7 +105,8 @@ async fn the_first_file_that_exists_is_used() {
     std::fs::write(&first, config("dTpw")).expect("written");
     std::fs::write(&second, "broken").expect("written");
     let paths = [missing, first, second];
-    assert!(credentials_in_files(&paths, "r.io/a").await == Ok(Some(password("u", "p"))));
-    assert!(credentials_in_files(&paths[..1], "r.io/a").await == Ok(None));
+    let found = credentials_in_files(&paths, "r.io/a").await;
+    assert!(found.ok() == Some(Some(password("u", "p"))));
+    assert!(credentials_in_files(&paths[..1], "r.io/a").await.ok() == Some(None));
     assert!(credentials_in_files(&paths[2..], "r.io/a").await.is_err());
 }

@@ -20,11 +20,11 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::download::{Download, Plan, hexadecimal, unusable};
+use super::error::FetchError;
 use super::{Config, Error, Reference, Source, location, no_manifest, secret, sha256};
 use crate::files::regular_file;
 use crate::json;
 use crate::net::dial::proxy::basic;
-use crate::runtime::lifecycle::with_causes;
 use registry::Registry;
 
 /// The size limit of a manifest, in bytes. Registries accept manifests of up to 4 MiB.
@@ -32,11 +32,11 @@ const MAX_MANIFEST: usize = 4 << 20;
 /// The most bytes of a Docker configuration.
 const MAX_CONFIG: u64 = 1 << 20;
 
-const IMAGE_LAYERS: [&str; 2] = [
+pub(super) const IMAGE_LAYERS: [&str; 2] = [
     "application/vnd.docker.image.rootfs.diff.tar.gzip",
     "application/vnd.oci.image.layer.v1.tar+gzip",
 ];
-const MODULE_LAYER: &str = "application/vnd.module.wasm.content.layer.v1+wasm";
+pub(super) const MODULE_LAYER: &str = "application/vnd.module.wasm.content.layer.v1+wasm";
 
 /// The accepted media types: manifests and indexes of Docker and OCI.
 const ACCEPT: &str = "application/vnd.docker.distribution.manifest.v2+json, \
@@ -67,26 +67,12 @@ impl Config {
         let fetching = async {
             let image = reference.module_name();
             let credentials = match pull_secret {
-                Some(secret) => read_credentials(secret.as_bytes(), &image),
-                None => credentials_in_files(&self.credentials, &image).await,
+                Some(secret) => read_credentials(secret.as_bytes(), &image)?,
+                None => credentials_in_files(&self.credentials, &image).await?,
             };
             let authority = source.authority();
-            let connecting = Registry::new(self, authority, reference, credentials?, deadline);
-            let mut registry = connecting.await?;
-            let mut manifest = registry.manifest(&reference.version).await?;
-            let mut index = None;
-            if let Some(child) = manifest.child(expected)? {
-                index = Some(manifest.digest);
-                manifest = registry.manifest(&format!("sha256:{child}")).await?;
-                if manifest.child(None)?.is_some() {
-                    return Err("its index leads to another index".to_owned());
-                }
-            }
-            Ok(Image {
-                registry,
-                layer: manifest.layer(self.max_bytes)?,
-                digests: iter::once(manifest.digest).chain(index).collect(),
-            })
+            let registry = Registry::new(self, authority, reference, credentials, deadline).await?;
+            registry.image(&reference.version, expected, self.max_bytes).await
         };
         fetching.await.map_err(no_manifest)
     }
@@ -99,9 +85,8 @@ impl Config {
         directory: &Path,
     ) -> Result<Download, Error> {
         let (digest, size) = image.layer;
-        let path = format!("blobs/sha256:{digest}");
-        let received = image.registry.get(&path, "*/*").await;
-        let response = received.map_err(|problem| unusable(&source.redacted(), &problem))?;
+        let response = image.registry.get(&format!("blobs/sha256:{digest}"), "*/*").await;
+        let response = response.map_err(|error| unusable(&source.redacted(), &error))?;
         let plan = Plan {
             file: Some("plugin.wasm"),
             max_received: size,
@@ -113,19 +98,38 @@ impl Config {
 }
 
 impl Registry {
-    /// Fetches a manifest or an index. Fails if its digest is not the requested one.
-    async fn manifest(&mut self, version: &str) -> Result<Manifest, String> {
-        let path = format!("manifests/{version}");
-        let mut response = self.get(&path, ACCEPT).await?;
-        let body = response.body_mut().collect(MAX_MANIFEST).await;
-        let manifest = Manifest::parse(&body.map_err(|error| with_causes(&error))?)?;
-        match sha256(version) {
-            Some(digest) if digest != manifest.digest => {
-                let found = &manifest.digest;
-                Err(format!("manifest digest sha256:{found} does not match requested {version}"))
+    /// Fetches the manifest of an image, by way of its index if it has one.
+    async fn image(
+        mut self,
+        version: &str,
+        expected: Option<&str>,
+        limit: u64,
+    ) -> Result<Image, FetchError> {
+        let mut manifest = self.manifest(version).await?;
+        let mut index = None;
+        if let Some(child) = manifest.child(expected)? {
+            index = Some(manifest.digest);
+            manifest = self.manifest(&format!("sha256:{child}")).await?;
+            if manifest.child(None)?.is_some() {
+                return Err(FetchError::NestedIndex);
             }
-            _ => Ok(manifest),
         }
+        Ok(Image {
+            registry: self,
+            layer: manifest.layer(limit)?,
+            digests: iter::once(manifest.digest).chain(index).collect(),
+        })
+    }
+
+    /// Fetches a manifest or an index. Fails if its digest is not the requested one.
+    async fn manifest(&mut self, version: &str) -> Result<Manifest, FetchError> {
+        let mut response = self.get(&format!("manifests/{version}"), ACCEPT).await?;
+        let manifest = Manifest::parse(&response.body_mut().collect(MAX_MANIFEST).await?)?;
+        if sha256(version).is_some_and(|digest| digest != manifest.digest) {
+            let version = version.to_owned();
+            return Err(FetchError::OtherManifest { found: manifest.digest, version });
+        }
+        Ok(manifest)
     }
 }
 
@@ -154,9 +158,8 @@ struct Descriptor {
 }
 
 impl Manifest {
-    fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let parsed = json::read(bytes);
-        let mut manifest: Self = parsed.map_err(|error| format!("not a manifest: {error}"))?;
+    fn parse(bytes: &[u8]) -> Result<Self, FetchError> {
+        let mut manifest: Self = json::read(bytes)?;
         manifest.digest = hexadecimal(digest(&SHA256, bytes).as_ref());
         Ok(manifest)
     }
@@ -164,50 +167,48 @@ impl Manifest {
     /// Returns the digest of the manifest to use, if this is an index: the expected one if it is listed,
     /// else the one for linux/amd64, which is the platform of published modules. A manifest without a
     /// platform counts as such.
-    fn child(&self, expected: Option<&str>) -> Result<Option<String>, String> {
+    fn child(&self, expected: Option<&str>) -> Result<Option<String>, FetchError> {
         let Some(manifests) = &self.manifests else {
             return Ok(None);
         };
-        let is_expected =
-            |child: &&Descriptor| expected.is_some() && sha256(&child.digest) == expected;
-        let is_usual = |child: &&Descriptor| {
-            let platform = &child.platform;
-            platform.is_null() || platform["os"] == "linux" && platform["architecture"] == "amd64"
-        };
-        let listed = manifests.iter().find(is_expected);
-        let Some(child) = listed.or_else(|| manifests.iter().find(is_usual)) else {
-            return Err("no child with platform linux/amd64 in the index".to_owned());
-        };
-        child.hexadecimal().map(Some)
+        manifests
+            .iter()
+            .find(|child| expected.is_some() && sha256(&child.digest) == expected)
+            .or_else(|| manifests.iter().find(|child| child.is_usual()))
+            .ok_or(FetchError::Platform)?
+            .hexadecimal()
+            .map(Some)
     }
 
     /// Returns digest and size of the layer with the module, which may have at most `limit` bytes.
-    fn layer(&self, limit: u64) -> Result<(String, u64), String> {
-        let last = self.layers.last();
-        let image_layer = last.filter(|last| IMAGE_LAYERS.contains(&&*last.media_type));
-        let mut layers = self.layers.iter();
-        let module_layer = || layers.find(|layer| layer.media_type == MODULE_LAYER);
-        let Some(layer) = image_layer.or_else(module_layer) else {
-            let types = self.layers.iter().map(|layer| layer.media_type.as_str());
-            let found = types.collect::<Vec<_>>().join(", ");
-            let [docker, oci] = IMAGE_LAYERS;
-            return Err(format!(
-                "the given image is in invalid format as an OCI image: found layers [{found}], \
-                 expected {docker} or {oci} as the last, or {MODULE_LAYER}"
-            ));
-        };
+    fn layer(&self, limit: u64) -> Result<(String, u64), FetchError> {
+        let layers = &self.layers;
+        let layer = layers
+            .last()
+            .filter(|last| IMAGE_LAYERS.contains(&&*last.media_type))
+            .or_else(|| layers.iter().find(|layer| layer.media_type == MODULE_LAYER))
+            .ok_or_else(|| {
+                let types: Vec<_> = layers.iter().map(|layer| &*layer.media_type).collect();
+                FetchError::Layers { found: types.join(", ") }
+            })?;
         if layer.size > limit {
-            return Err(format!("layer of {} bytes, limit {limit}", layer.size));
+            return Err(FetchError::LayerTooLarge { size: layer.size, limit });
         }
         Ok((layer.hexadecimal()?, layer.size))
     }
 }
 
 impl Descriptor {
-    fn hexadecimal(&self) -> Result<String, String> {
-        let found = &self.digest;
-        let digits = sha256(found).map(str::to_owned);
-        digits.ok_or_else(|| format!("found digest {found:?}, expected sha256 in hexadecimal"))
+    fn is_usual(&self) -> bool {
+        let platform = &self.platform;
+        platform.is_null() || platform["os"] == "linux" && platform["architecture"] == "amd64"
+    }
+
+    fn hexadecimal(&self) -> Result<String, FetchError> {
+        match sha256(&self.digest) {
+            Some(digits) => Ok(digits.to_owned()),
+            None => Err(FetchError::Digest { found: self.digest.clone() }),
+        }
     }
 }
 
@@ -241,12 +242,9 @@ struct Entry {
 
 /// Returns the credentials for an image from Docker's configuration. Of the keys that are the repository
 /// or a part of the path to it, such as the host, the longest one counts. `None` means anonymous access.
-fn read_credentials(config: &[u8], image: &str) -> Result<Option<Credentials>, String> {
-    // The text of the parser's error may contain a part of the secret.
-    let config: DockerConfig = json::read(config).map_err(|error| {
-        let kind = error.classify();
-        format!("not a Docker configuration in JSON ({kind:?} error)")
-    })?;
+fn read_credentials(config: &[u8], image: &str) -> Result<Option<Credentials>, FetchError> {
+    let config: DockerConfig =
+        json::read(config).map_err(|error| FetchError::DockerConfig(error.classify()))?;
     let image = location(image);
     let ranked = config.auths.into_iter().filter_map(|(key, entry)| {
         // The key may be a URL of the registry's API.
@@ -256,29 +254,34 @@ fn read_credentials(config: &[u8], image: &str) -> Result<Option<Credentials>, S
         let rest = image.strip_prefix(&format!("{host}/{}", api.unwrap_or(path)))?;
         Some(((rest.len(), key.len()), entry))
     });
-    let nearest = ranked.min_by_key(|(rank, _)| *rank);
-    nearest.map_or(Ok(None), |(_, entry)| entry.credentials())
+    match ranked.min_by_key(|(rank, _)| *rank) {
+        Some((_, nearest)) => nearest.credentials(),
+        None => Ok(None),
+    }
 }
 
 /// Reads the credentials from the first of these files that exists.
 async fn credentials_in_files(
     paths: &[PathBuf],
     image: &str,
-) -> Result<Option<Credentials>, String> {
+) -> Result<Option<Credentials>, FetchError> {
     for path in paths {
         let found = match regular_file::read_blocking(path.clone(), MAX_CONFIG).await {
             Ok(config) => read_credentials(&config, image),
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(error.into()),
         };
-        return found.map_err(|problem| format!("{}: {problem}", path.display()));
+        return found.map_err(|error| FetchError::CredentialsIn {
+            path: path.clone(),
+            source: error.into(),
+        });
     }
     Ok(None)
 }
 
 impl Entry {
     /// Returns the credentials of an entry: its registry token, else its identity token, else its password.
-    fn credentials(self) -> Result<Option<Credentials>, String> {
+    fn credentials(self) -> Result<Option<Credentials>, FetchError> {
         if !self.registrytoken.is_empty() {
             let token = secret(format!("Bearer {}", self.registrytoken))?;
             return Ok(Some(Credentials::Token(token)));
@@ -288,10 +291,10 @@ impl Entry {
         }
         let mut password = format!("{}:{}", self.username, self.password).into_bytes();
         if !self.auth.is_empty() {
-            let expected = "\"auth\" of the registry is not the base64 of user:password";
-            let decoded = STANDARD.decode(self.auth.trim()).ok();
-            let valid = decoded.filter(|auth| auth.contains(&b':'));
-            password = valid.ok_or(expected)?;
+            password = STANDARD.decode(self.auth.trim()).map_err(|_| FetchError::Auth)?;
+            if !password.contains(&b':') {
+                return Err(FetchError::Auth);
+            }
             // Docker pads it with zeros.
             while password.pop_if(|byte| *byte == 0).is_some() {}
         }
@@ -307,13 +310,14 @@ mod credentials_tests;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::lifecycle::with_causes;
     use serde_json::{Value, json};
 
     fn hex(digit: &str) -> String {
         digit.repeat(64)
     }
 
-    fn parse(document: &Value) -> Result<Manifest, String> {
+    fn parse(document: &Value) -> Result<Manifest, FetchError> {
         Manifest::parse(document.to_string().as_bytes())
     }
 
@@ -340,6 +344,7 @@ mod tests {
             match (found, expected) {
                 (Ok(found), Some(digit)) => assert_eq!(found, (hex(digit), 7), "{what}"),
                 (Err(error), None) => {
+                    let error = error.to_string();
                     let named = types.iter().all(|found| error.contains(found));
                     assert!(named && error.contains("invalid format"), "{what}: {error}");
                 }
@@ -380,10 +385,10 @@ mod tests {
         });
         let manifest =
             parse(&json!({"layers": [null, layer], "manifests": null})).expect("a manifest");
-        assert_eq!(manifest.child(None), Ok(None));
-        assert_eq!(manifest.layer(7), Ok((hex("a"), 0)));
+        assert_eq!(manifest.child(None).ok(), Some(None));
+        assert_eq!(manifest.layer(7).ok(), Some((hex("a"), 0)));
         let index = json!({"layers": null, "manifests": [{"mediaType": null, "digest": format!("sha256:{}", hex("b"))}]});
-        assert_eq!(parse(&index).expect("an index").child(None), Ok(Some(hex("b"))));
+        assert_eq!(parse(&index).expect("an index").child(None).ok(), Some(Some(hex("b"))));
     }
 
     #[test]
@@ -393,13 +398,13 @@ mod tests {
             ("null", "not a manifest"),
             (r#"{"schemaVersion":2,"layers":[{"mediaType":"x"}]}"#, "missing field `digest`"),
         ] {
-            let error = Manifest::parse(document.as_bytes()).expect_err(document);
+            let error = with_causes(&Manifest::parse(document.as_bytes()).expect_err(document));
             assert!(error.contains(expected), "{error}");
         }
         let layer = |digest: &str, size: u64| {
             let layer = json!({"mediaType": IMAGE_LAYERS[1], "digest": digest, "size": size});
             let manifest = parse(&json!({"schemaVersion": 2, "layers": [layer]}));
-            manifest.and_then(|manifest| manifest.layer(7)).expect_err("an error")
+            manifest.and_then(|manifest| manifest.layer(7)).expect_err("an error").to_string()
         };
         assert!(layer("sha256:../..", 7).contains("expected sha256 in hexadecimal"));
         assert!(layer(&format!("sha256:{}", hex("a")), 8).contains("8 bytes, limit 7"));

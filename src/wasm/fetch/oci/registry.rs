@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::Credentials;
 use crate::net::address;
 use crate::net::http_client::{Body, Error, Redirects};
-use crate::runtime::lifecycle::with_causes;
+use crate::wasm::fetch::error::FetchError;
 use crate::wasm::fetch::server::{Server, get};
 use crate::wasm::fetch::{Config, Reference, secret};
 
@@ -45,10 +45,9 @@ impl Registry {
         reference: &Reference,
         credentials: Option<Credentials>,
         deadline: Instant,
-    ) -> Result<Self, String> {
-        let server = config.server(authority, true, Redirects::FollowPublic, deadline);
+    ) -> Result<Self, FetchError> {
         Ok(Self {
-            server: server.await?,
+            server: config.server(authority, true, Redirects::FollowPublic, deadline).await?,
             base: url(&format!("https://{}", reference.registry))?,
             repository: reference.repository.clone(),
             is_insecure: config.is_insecure(authority),
@@ -63,7 +62,7 @@ impl Registry {
         &mut self,
         path: &str,
         accept: &'static str,
-    ) -> Result<Response<Body>, String> {
+    ) -> Result<Response<Body>, FetchError> {
         let mut response = self.send(path, accept).await?;
         if response.status() == StatusCode::UNAUTHORIZED {
             self.authenticate(response.headers()).await?;
@@ -71,19 +70,24 @@ impl Registry {
         }
         match response.status() {
             StatusCode::OK => Ok(response),
-            status => Err(format!("{} answers {path} with {status}", self.base)),
+            status => {
+                let registry = self.base.clone();
+                Err(FetchError::Answer { registry, path: path.to_owned(), status })
+            }
         }
     }
 
     /// Sends a request, over plain HTTP from the first time on that [`Self::falls_back`] demands it.
-    async fn send(&mut self, path: &str, accept: &'static str) -> Result<Response<Body>, String> {
+    async fn send(
+        &mut self,
+        path: &str,
+        accept: &'static str,
+    ) -> Result<Response<Body>, FetchError> {
         loop {
             let uri = url(&format!("{}v2/{}/{path}", self.base, self.repository))?;
             let mut request = get(uri, self.authorization.as_ref());
-            let accept = HeaderValue::from_static(accept);
-            request.headers_mut().insert(header::ACCEPT, accept);
-            let sent = self.server.send(&request, |error| self.falls_back(error));
-            match sent.await {
+            request.headers_mut().insert(header::ACCEPT, HeaderValue::from_static(accept));
+            match self.server.send(&request, |error| self.falls_back(error)).await {
                 Ok(response) => {
                     self.has_answered = true;
                     return Ok(response);
@@ -93,7 +97,7 @@ impl Registry {
                     tracing::info!(target: "wasm", "fetching image with plain text from {authority}/{}", self.repository);
                     self.base = url(&format!("http://{authority}"))?;
                 }
-                Err(error) => return Err(with_causes(&error)),
+                Err(error) => return Err(error.into()),
             }
         }
     }
@@ -104,8 +108,9 @@ impl Registry {
             Error::Tls { source, .. } => source.get_ref().and_then(|it| it.downcast_ref()),
             _ => None,
         };
-        let is_http = matches!(source, Some(rustls::Error::InvalidMessage(_)));
-        (is_http || self.is_local()) && self.has_tls() && !self.has_answered
+        (matches!(source, Some(rustls::Error::InvalidMessage(_))) || self.is_local())
+            && self.has_tls()
+            && !self.has_answered
     }
 
     fn has_tls(&self) -> bool {
@@ -119,26 +124,28 @@ impl Registry {
     }
 
     /// Obtains the authorization that the registry requires in a 401.
-    async fn authenticate(&mut self, headers: &HeaderMap) -> Result<(), String> {
-        let refuses = format!("{} asks for authorization", self.base);
+    async fn authenticate(&mut self, headers: &HeaderMap) -> Result<(), FetchError> {
         let may_send = self.has_tls() || self.is_insecure || self.is_local();
         if self.credentials.is_some() && !may_send {
-            let listed = "WASM_INSECURE_REGISTRIES does not list it";
-            return Err(format!("{refuses} over plain HTTP, and {listed}"));
+            let how = "over plain HTTP, and WASM_INSECURE_REGISTRIES does not list it";
+            return Err(FetchError::Authorization { registry: self.base.clone(), how });
         }
         let Some(challenge) = challenge(headers) else {
-            return Err(format!("{refuses} by an unknown scheme"));
+            let how = "by an unknown scheme";
+            return Err(FetchError::Authorization { registry: self.base.clone(), how });
         };
         let authorization = match (challenge, &self.credentials) {
             (_, Some(Credentials::Token(token))) => token.clone(),
             (Challenge::Basic, Some(Credentials::Password(password))) => password.clone(),
             (Challenge::Basic, _) => {
-                return Err(format!("{refuses} by password, and none is configured"));
+                let how = "by password, and none is configured";
+                return Err(FetchError::Authorization { registry: self.base.clone(), how });
             }
             (Challenge::Bearer(bearer), _) => {
                 let server = token_server(&bearer.realm, &self.base)?;
-                let usual_scope = || format!("repository:{}:pull", self.repository);
-                let mut parameters = vec![("scope", bearer.scope.unwrap_or_else(usual_scope))];
+                let scope =
+                    bearer.scope.unwrap_or_else(|| format!("repository:{}:pull", self.repository));
+                let mut parameters = vec![("scope", scope)];
                 parameters.extend(bearer.service.map(|service| ("service", service)));
                 self.request_token(&server, parameters).await?
             }
@@ -152,7 +159,7 @@ impl Registry {
         &self,
         server: &Uri,
         mut parameters: Vec<(&str, String)>,
-    ) -> Result<HeaderValue, String> {
+    ) -> Result<HeaderValue, FetchError> {
         let request = if let Some(Credentials::Identity(token)) = &self.credentials {
             let token = token.to_str().unwrap_or_default().to_owned();
             parameters.push(("grant_type", "refresh_token".to_owned()));
@@ -171,33 +178,32 @@ impl Registry {
                 _ => get(uri, None),
             }
         };
-        let failed = |error: Error| format!("no token: {}", with_causes(&error));
-        let received = self.server.send(&request, |_| false).await;
-        let mut response = received.map_err(failed)?;
-        let (name, status) = (server.host().unwrap_or_default(), response.status());
+        let sent = self.server.send(&request, |_| false).await;
+        let mut response = sent.map_err(FetchError::Token)?;
+        let host = server.host().unwrap_or_default().to_owned();
+        let status = response.status();
         if !status.is_success() {
-            return Err(format!("token server {name} answers with {status}"));
+            return Err(FetchError::TokenAnswer { host, status });
         }
-        let body = response.body_mut().collect(MAX_TOKEN).await;
+        let body = response.body_mut().collect(MAX_TOKEN).await.map_err(FetchError::Token)?;
         // The text of the parser's error may contain a part of the token.
-        let parsed: Option<Token> = serde_json::from_slice(&body.map_err(failed)?).ok();
+        let parsed: Option<Token> = serde_json::from_slice(&body).ok();
         match parsed.and_then(|parsed| parsed.token.or(parsed.access_token)) {
             Some(token) if !token.is_empty() => secret(format!("Bearer {token}")),
-            _ => Err(format!("token server {name} answers without a token")),
+            _ => Err(FetchError::TokenMissing { host }),
         }
     }
 }
 
-fn url(text: &str) -> Result<Uri, String> {
-    text.parse().map_err(|_| format!("{text:?} is not a URL"))
+fn url(text: &str) -> Result<Uri, FetchError> {
+    text.parse().map_err(|_| FetchError::Url { found: text.to_owned() })
 }
 
 /// Encodes parameters as in a URL's query.
 fn form(parameters: &[(&str, String)]) -> String {
-    let pairs = parameters.iter().map(|(name, value)| {
-        let value = utf8_percent_encode(value, NON_ALPHANUMERIC);
-        format!("{name}={value}")
-    });
+    let pairs = parameters
+        .iter()
+        .map(|(name, value)| format!("{name}={}", utf8_percent_encode(value, NON_ALPHANUMERIC)));
     pairs.collect::<Vec<_>>().join("&")
 }
 
@@ -223,16 +229,16 @@ fn challenge(headers: &HeaderMap) -> Option<Challenge> {
         let text = value.to_str().unwrap_or_default();
         let lower_case = text.to_ascii_lowercase();
         if let Some(begin) = lower_case.find("bearer ") {
-            let named = |name| parameter(&text[begin..], name);
+            let text = &text[begin..];
             return Some(Challenge::Bearer(Bearer {
-                realm: named("realm").unwrap_or_default(),
-                service: named("service"),
-                scope: named("scope"),
+                realm: parameter(text, "realm").unwrap_or_default(),
+                service: parameter(text, "service"),
+                scope: parameter(text, "scope"),
             }));
         }
         asks_for_basic |= lower_case.contains("basic");
     }
-    asks_for_basic.then_some(Challenge::Basic)
+    if asks_for_basic { Some(Challenge::Basic) } else { None }
 }
 
 /// Returns the value of a quoted parameter.
@@ -243,23 +249,20 @@ fn parameter(challenge: &str, name: &str) -> Option<String> {
 
 /// Returns the token server of a registry at `base`. Fails unless it is on the registry's host or outside:
 /// the registry could name any server in the cluster.
-fn token_server(realm: &str, base: &Uri) -> Result<Uri, String> {
+fn token_server(realm: &str, base: &Uri) -> Result<Uri, FetchError> {
     let uri: Uri = realm.parse().unwrap_or_default();
-    let (scheme, host) = (uri.scheme_str(), uri.host().unwrap_or_default());
-    let is_allowed =
-        scheme == Some("https") || scheme == Some("http") && base.scheme() == uri.scheme();
+    let scheme = uri.scheme_str().unwrap_or_default();
+    if scheme != "https" && (scheme != "http" || base.scheme() != uri.scheme()) {
+        return Err(FetchError::RealmScheme { scheme: scheme.to_owned() });
+    }
+    let host = uri.host().unwrap_or_default();
     let name = host.trim_end_matches('.').to_ascii_lowercase();
     let is_inside =
         address::is_private(host) || ["metadata.google.internal", "localhost"].contains(&&*name);
-    let problem = if !is_allowed {
-        let scheme = scheme.unwrap_or_default();
-        format!("realm scheme {scheme:?} not allowed")
-    } else if is_inside && uri.host() != base.host() {
-        format!("host {host} not allowed")
-    } else {
-        return Ok(uri);
-    };
-    Err(format!("rejected unsafe bearer realm: {problem}"))
+    if is_inside && uri.host() != base.host() {
+        return Err(FetchError::RealmHost { host: host.to_owned() });
+    }
+    Ok(uri)
 }
 
 #[cfg(test)]
