@@ -37,16 +37,19 @@ fn set(query: &str) -> Result<(), Problem> {
             _ => return Err(Problem::value(invalid, "the query", member, QUERY)),
         }
     }
-    let missing = || Problem::new(invalid, "the query", "does not have a level");
-    let level = members["level"].ok_or_else(missing)?;
+    let level = members["level"]
+        .ok_or_else(|| Problem::new(invalid, "the query", "does not have a level"))?;
     let scope = members["scope"].filter(|scope| *scope != "all");
     let period = members["for"].map(read_period).transpose()?;
     logging::levels().set(scope, level, period)
 }
 
 fn read_period(text: &str) -> Result<Duration, Problem> {
-    let parsed = duration::parse(text);
-    let period = parsed.filter(|period| !period.is_zero() && *period <= MAX_PERIOD);
-    let expected = "a duration such as 10m, more than 0 and at most 24h";
-    period.ok_or_else(|| Problem::value(codes::ARGUMENT_INVALID, "for", text, expected))
+    match duration::parse(text) {
+        Some(period) if !period.is_zero() && period <= MAX_PERIOD => Ok(period),
+        _ => {
+            let expected = "a duration such as 10m, more than 0 and at most 24h";
+            Err(Problem::value(codes::ARGUMENT_INVALID, "for", text, expected))
+        }
+    }
 }

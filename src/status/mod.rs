@@ -65,7 +65,7 @@ use crate::sds::Rejections;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
 use crate::xds::observe::Observer;
-use access::{Access, Caller};
+use access::{Access, Caller, Refused};
 use probers::AppProbes;
 pub use probers::{Prober, Probers};
 use ready::Readiness;
@@ -219,24 +219,25 @@ impl Router {
         let path = head.uri.path().to_owned();
         let access = match path.as_str() {
             "/quitquitquit" | "/drain" | "/handover" => Some(&self.control),
-            path => path.starts_with("/debug/").then_some(&self.debug),
+            path if path.starts_with("/debug/") => Some(&self.debug),
+            _ => None,
         };
         if let Some(access) = access
             && let Err(why) = access.check(caller, &head).await
         {
-            return reply::refusal(StatusCode::FORBIDDEN, why);
+            return reply::refusal(StatusCode::FORBIDDEN, format!("{why}\n"));
         }
         let media_type = reply::preferred_media_type(&head.headers);
         match path.as_str() {
             "/quitquitquit" | "/drain" if !self.probes.config.has_control => reply::not_found(),
             "/healthz/ready" => match self.ready.check_and_log().await {
-                Ok(()) => plain(StatusCode::OK, ""),
-                Err(missing) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")),
+                None => plain(StatusCode::OK, ""),
+                Some(missing) => plain(StatusCode::SERVICE_UNAVAILABLE, format!("{missing}\n")),
             },
             "/stats/prometheus" | "/metrics" | "/metrics/agent"
                 if self.probes.config.metrics_localhost_only && !caller.is_local() =>
             {
-                reply::refusal(StatusCode::FORBIDDEN, access::NOT_LOCAL)
+                reply::refusal(StatusCode::FORBIDDEN, format!("{}\n", Refused::NotLocal))
             }
             "/stats/prometheus" | "/metrics" => (self.sources.scrape)(head).await,
             "/metrics/agent" => reply::metrics(&self.sources.metrics),
@@ -270,14 +271,12 @@ impl Router {
     async fn diagnose(&self, age: Duration) -> Diagnosis {
         let check = tokio::time::timeout(Duration::from_secs(2), self.ready.check());
         let (report, ready) = tokio::join!((self.sources.doctor)(age), check);
-        let late = |_| Err("Envoy's admin port does not answer".to_owned());
-        let ready = ready.map_or_else(late, |ready| ready.map_err(|it| it.to_string()));
-        let missing = ready.err();
-        let problem = missing.as_ref().map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
-        let state = match missing {
-            None => PodState::Ready,
-            Some(_) => PodState::NotReady,
+        let missing = match ready {
+            Ok(ready) => ready.err().map(|missing| missing.to_string()),
+            Err(_) => Some("Envoy's admin port does not answer".to_owned()),
         };
+        let problem = missing.as_ref().map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
+        let state = if missing.is_none() { PodState::Ready } else { PodState::NotReady };
         let report = report.judged(&state, problem.as_ref());
         Diagnosis { report, missing, ..Diagnosis::default() }
     }
@@ -293,7 +292,8 @@ impl Router {
         if let Some(standby) = self.sources.pages.get("/debug/standby") {
             diagnosis.standby = standby().await;
         }
-        let (sources, lock) = (self.sources.clone(), self.page_lock.clone().lock_owned().await);
+        let sources = self.sources.clone();
+        let lock = self.page_lock.clone().lock_owned().await;
         let made = tokio::task::spawn_blocking(move || {
             // It stays locked until the end, even if the client has closed the connection.
             let _lock = lock;
@@ -308,8 +308,8 @@ impl Router {
 fn quit(stop: &Stop) -> Response<Body> {
     tracing::info!("handling /quitquitquit, notifying pilot-agent to exit");
     let stop = stop.clone();
-    let quit = move || stop.request(Urgency::Terminate, QUIT);
-    plain(StatusCode::OK, "OK").map(|body| reply::call_after(body, quit))
+    plain(StatusCode::OK, "OK")
+        .map(|body| reply::call_after(body, move || stop.request(Urgency::Terminate, QUIT)))
 }
 
 /// Asks Envoy, if there is one, to drain its listeners.
@@ -319,8 +319,7 @@ async fn drain(sources: &Sources) -> Response<Body> {
         && tokio::time::timeout(DRAIN_LIMIT, envoy.drain()).await.is_err()
     {
         let found = "Envoy did not confirm the drain within 10 s";
-        let problem = Problem::new(codes::DRAIN_UNCONFIRMED, "/drain", found);
-        tracing::warn!("{problem}");
+        tracing::warn!("{}", Problem::new(codes::DRAIN_UNCONFIRMED, "/drain", found));
     }
     plain(StatusCode::OK, "OK")
 }

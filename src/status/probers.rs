@@ -17,8 +17,6 @@ use crate::net::request_path;
 use crate::probe::{Client, Kind, Probe};
 use crate::problem::{Problem, codes};
 
-/// The expected value of a port, for error texts.
-const PORT: &str = "from 1 to 65535: the port must be int type";
 /// The kubelet's default timeout.
 const PROBE_LIMIT: Duration = Duration::from_secs(1);
 /// The timeout of hooks, which have none. The kubelet ends a hook with the pod's grace period, which the agent does
@@ -60,7 +58,8 @@ impl Probers {
         }
         let list: Option<BTreeMap<String, Value>> =
             json::read(text).map_err(|error| vec![format!("failed to decode: {error}")])?;
-        let (mut probers, mut problems) = (BTreeMap::new(), Vec::new());
+        let mut probers = BTreeMap::new();
+        let mut problems = Vec::new();
         for (path, value) in list.unwrap_or_default() {
             match prober(&path, value) {
                 Ok(prober) => drop(probers.insert(path, prober)),
@@ -87,8 +86,7 @@ pub(super) struct AppProbes {
 
 impl AppProbes {
     pub(super) fn new(config: Config) -> Result<Self, rustls::Error> {
-        let client = Client::new(config.probes)?;
-        Ok(Self { client, config })
+        Ok(Self { client: Client::new(config.probes)?, config })
     }
 
     pub(super) async fn answer(&self, path: &str, headers: &HeaderMap) -> Response<Body> {
@@ -114,9 +112,8 @@ impl AppProbes {
     fn headers(&self, headers: &HeaderMap, port: u16) -> HeaderMap {
         const HOST: HeaderName = header::HOST;
         let mut headers = headers.clone();
-        let host = headers.get(HOST).and_then(|host| host.to_str().ok());
-        let status_port = format!(":{}", self.config.port);
-        if let Some(name) = host.and_then(|host| host.strip_suffix(&status_port))
+        let host = headers.get(HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
+        if let Some(name) = host.strip_suffix(&format!(":{}", self.config.port))
             && let Ok(host) = HeaderValue::from_str(&format!("{name}:{port}"))
         {
             headers.insert(HOST, host);
@@ -163,12 +160,26 @@ impl Header {
     }
 }
 
-fn prober(path: &str, value: Value) -> Result<Prober, String> {
+#[derive(Debug, thiserror::Error)]
+enum Invalid {
+    #[error("invalid path, expected /app-health or /app-lifecycle, a container and a probe")]
+    Path,
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+    #[error("invalid prober type, must be one of type httpGet, tcpSocket or gRPC")]
+    Kind,
+    #[error("port is {0}, expected from 1 to 65535: the port must be int type")]
+    Port(Value),
+    /// The decoder's error would show a header's value.
+    #[error("httpHeaders must be a list of objects with name and value")]
+    Headers,
+}
+
+fn prober(path: &str, value: Value) -> Result<Prober, Invalid> {
     if !is_path(path) {
-        let expected = "/app-health or /app-lifecycle, a container and a probe";
-        return Err(format!("invalid path, expected {expected}"));
+        return Err(Invalid::Path);
     }
-    let spec = Spec::deserialize(lower_case(value)).map_err(|error| error.to_string())?;
+    let spec = Spec::deserialize(lower_case(value))?;
     let (kind, target) = match (spec.httpget, spec.tcpsocket, spec.grpc) {
         (Some(mut target), None, None) => {
             let is_https = target.scheme.as_deref() == Some("HTTPS");
@@ -180,23 +191,24 @@ fn prober(path: &str, value: Value) -> Result<Prober, String> {
             let service = target.service.take().unwrap_or_default();
             (Kind::Grpc { service }, target)
         }
-        _ => {
-            let expected = "must be one of type httpGet, tcpSocket or gRPC";
-            return Err(format!("invalid prober type, {expected}"));
-        }
+        _ => return Err(Invalid::Kind),
     };
-    let number = target.port.as_u64().and_then(|port| port.try_into().ok());
-    let port = number.filter(|port| *port != 0);
-    // The decoder's error would show a header's value.
-    let list = Option::<Vec<Header>>::deserialize(target.httpheaders)
-        .map_err(|_| "httpHeaders must be a list of objects with name and value")?;
-    let headers = list.into_iter().flatten();
-    let seconds = spec.timeoutseconds.filter(|seconds| *seconds != 0);
-    let default = if path.starts_with(HOOKS) { HOOK_LIMIT } else { PROBE_LIMIT };
+    let headers = Option::<Vec<Header>>::deserialize(target.httpheaders)
+        .map_err(|_| Invalid::Headers)?
+        .unwrap_or_default()
+        .into_iter();
+    let port = match target.port.as_u64().and_then(|port| port.try_into().ok()) {
+        None | Some(0) => return Err(Invalid::Port(target.port)),
+        Some(port) => port,
+    };
     Ok(Prober {
-        port: port.ok_or_else(|| format!("port is {}, expected {PORT}", target.port))?,
+        port,
         kind,
-        timeout: seconds.map_or(default, |seconds| Duration::from_secs(seconds.into())),
+        timeout: match spec.timeoutseconds {
+            None | Some(0) if path.starts_with(HOOKS) => HOOK_LIMIT,
+            None | Some(0) => PROBE_LIMIT,
+            Some(seconds) => Duration::from_secs(seconds.into()),
+        },
         // Headers that HTTP does not allow are left out.
         headers: headers.filter_map(Header::parse).collect(),
     })

@@ -23,9 +23,11 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'n
 pub(super) fn preferred_media_type(headers: &HeaderMap) -> &'static str {
     let header = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
     let accept = header.unwrap_or_default().to_ascii_lowercase();
-    let types = ["text/html", "text/plain", "application/json"].into_iter();
-    let named = types.filter_map(|name| Some((accept.find(name)?, name)));
-    named.min().map_or("application/json", |(_, name)| name)
+    ["text/html", "text/plain", "application/json"]
+        .into_iter()
+        .filter(|name| accept.contains(name))
+        .min_by_key(|name| accept.find(name))
+        .unwrap_or("application/json")
 }
 
 /// Makes a response with these headers only.
@@ -38,8 +40,7 @@ pub(super) fn with(
     let mut reply = Response::new(body.boxed_unsync());
     *reply.status_mut() = status;
     for (name, value) in headers {
-        let value = HeaderValue::from_static(value);
-        reply.headers_mut().insert(name, value);
+        reply.headers_mut().insert(name, HeaderValue::from_static(value));
     }
     reply
 }
@@ -75,8 +76,7 @@ pub(super) fn html(text: String) -> Response<Body> {
 }
 
 pub(super) fn metrics(registry: &Registry) -> Response<Body> {
-    let page = registry.render();
-    with(StatusCode::OK, page, &[(CONTENT_TYPE, METRICS)])
+    with(StatusCode::OK, registry.render(), &[(CONTENT_TYPE, METRICS)])
 }
 
 struct OnDrop<F: FnMut()>(F);
@@ -90,12 +90,12 @@ impl<F: FnMut()> Drop for OnDrop<F> {
 /// Calls `then` once `body` has been sent or given up.
 pub(super) fn call_after(body: Body, then: impl FnMut() + Send + 'static) -> Body {
     let then = OnDrop(then);
-    let holding = body.map_err(move |error| {
+    body.map_err(move |error| {
         // The body owns this closure, and with it `then`.
         let _held = &then;
         error
-    });
-    holding.boxed_unsync()
+    })
+    .boxed_unsync()
 }
 
 /// Redirects to another path, with the method of the request.

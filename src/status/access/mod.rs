@@ -4,12 +4,13 @@
 //! Envoy's own source address may carry a request of any client of the pod, so it is refused. A page in a browser,
 //! which reaches the port by port forwarding, is recognized by its host name or origin.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use ::http::header::{HOST, HeaderValue, ORIGIN};
+use ::http::header::{HOST, HeaderName, HeaderValue, ORIGIN};
 use ::http::request::Parts;
 use ::http::uri::Authority;
 use tokio::net::TcpStream;
@@ -20,7 +21,6 @@ use crate::net::netlink;
 use crate::net::unix_socket::access::with_agent_and_root;
 use crate::problem::{Problem, codes};
 
-pub(super) const NOT_LOCAL: &str = "Only requests from localhost are allowed\n";
 /// The source address of connections from Envoy to the pod's ports. That of IPv6, `::6`, is not local.
 const ENVOY: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
 /// The limit of a query to the kernel, which answers at once unless it has to load a module.
@@ -38,11 +38,9 @@ pub(super) struct Caller {
 
 impl Caller {
     pub(super) fn new(stream: &TcpStream, from: SocketAddr) -> Self {
-        let address = SocketAddr::new(from.ip().to_canonical(), from.port());
-        let inode = || io::Result::Ok(rustix::fs::fstat(stream)?.st_ino);
         Self {
-            address,
-            own: stream.local_addr().and_then(|own| Ok((own, inode()?))),
+            address: SocketAddr::new(from.ip().to_canonical(), from.port()),
+            own: stream.local_addr().and_then(|own| Ok((own, rustix::fs::fstat(stream)?.st_ino))),
             user: OnceCell::new(),
         }
     }
@@ -67,6 +65,15 @@ impl Caller {
     }
 }
 
+/// The reason why a request is refused, for the caller.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refused {
+    #[error("Only requests from localhost are allowed")]
+    NotLocal,
+    #[error(transparent)]
+    Problem(#[from] Problem),
+}
+
 /// The users that may request certain paths.
 #[derive(Debug)]
 pub(super) struct Access {
@@ -77,10 +84,10 @@ pub(super) struct Access {
 }
 
 impl Access {
-    /// Checks a request. The error is the text for a caller that is refused.
-    pub(super) async fn check(&self, caller: &Caller, head: &Parts) -> Result<(), String> {
+    /// Fails if a request is refused.
+    pub(super) async fn check(&self, caller: &Caller, head: &Parts) -> Result<(), Refused> {
         if !caller.is_local() || caller.address.ip() == ENVOY {
-            return Err(NOT_LOCAL.to_owned());
+            return Err(Refused::NotLocal);
         }
         check_names(head)?;
         let Some(users) = self.users.as_ref().map(with_agent_and_root) else {
@@ -98,38 +105,35 @@ impl Access {
             Err(error) => Problem::new(codes::CALLER_UNKNOWN, "the kernel", error)
                 .remedy(format!("{variable}=any allows every user")),
         };
-        Err(format!("{problem}\n"))
+        Err(problem.into())
     }
 }
 
 /// Refuses hosts other than `localhost` and addresses, and origins other than this port.
-fn check_names(head: &Parts) -> Result<(), String> {
-    let values = |name| head.headers.get_all(name).into_iter();
-    let texts = |name| values(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
+fn check_names(head: &Parts) -> Result<(), Problem> {
+    let code = codes::CALLER_FOREIGN;
     let in_request_line = head.uri.authority().map(|name| name.as_str().into());
-    let mut hosts = texts(HOST).chain(in_request_line);
+    let mut hosts = values(head, HOST).chain(in_request_line);
     if let Some(host) = hosts.find(|host| !is_local_name(host)) {
-        return Err(foreign("the host", &host, "localhost or an IP address"));
+        return Err(Problem::value(code, "the host", &host, "localhost or an IP address"));
     }
     let own = head.headers.get(HOST).map(HeaderValue::as_bytes);
-    let is_own = |origin: &str| {
+    for origin in values(head, ORIGIN) {
         let host = origin.strip_prefix("http://").map(str::as_bytes);
-        host.is_some() && host == own
-    };
-    if let Some(origin) = texts(ORIGIN).find(|origin| !is_own(origin)) {
-        return Err(foreign("the origin", &origin, "the origin of this port"));
+        if host.is_none() || host != own {
+            return Err(Problem::value(code, "the origin", &origin, "the origin of this port"));
+        }
     }
     Ok(())
 }
 
-fn foreign(subject: &str, found: &str, expected: &'static str) -> String {
-    let problem = Problem::value(codes::CALLER_FOREIGN, subject, found, expected);
-    format!("{problem}\n")
+/// Returns the values of a header.
+fn values(head: &Parts, name: HeaderName) -> impl Iterator<Item = Cow<'_, str>> {
+    head.headers.get_all(name).into_iter().map(|value| String::from_utf8_lossy(value.as_bytes()))
 }
 
 fn is_local_name(host: &str) -> bool {
-    let host = host.parse::<Authority>();
-    host.is_ok_and(|host| {
+    host.parse::<Authority>().is_ok_and(|host| {
         let name = host.host().trim_matches(['[', ']']);
         name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
     })

@@ -37,8 +37,10 @@ pub(super) struct View {
 
 impl View {
     pub(super) fn new(overview: &Value) -> Self {
-        let uptime = overview["agent"]["uptime_seconds"].as_f64();
-        Self { now: seconds(&overview["now"]), uptime: uptime.unwrap_or_default() }
+        Self {
+            now: seconds(&overview["now"]),
+            uptime: overview["agent"]["uptime_seconds"].as_f64().unwrap_or_default(),
+        }
     }
 
     pub(super) fn cards(&self, overview: &Value) -> Markup {
@@ -239,8 +241,9 @@ fn state(pointer: &str, part: &Value) -> Markup {
 
 /// Renders whether the last response of a type was accepted.
 fn answer(seen: &Value) -> Markup {
-    let (response, ack, nack) = (&seen["last_response"], &seen["last_ack"], &seen["last_nack"]);
-    let order = seconds(&nack["at"]).total_cmp(&seconds(&ack["at"]));
+    let response = &seen["last_response"];
+    let nack = &seen["last_nack"];
+    let order = seconds(&nack["at"]).total_cmp(&seconds(&seen["last_ack"]["at"]));
     let is_latest = order.is_gt() || order.is_eq() && nack["version"] == response["version"];
     let (level, word) = match response["answered"].as_bool() {
         None => (Level::Skipped, "no response"),
@@ -269,14 +272,15 @@ fn list(value: &Value) -> &[Value] {
 
 /// Reads a time as seconds of Unix time; anything else is 0.
 fn seconds(time: &Value) -> f64 {
-    let time = time.as_str().and_then(|text| text.parse::<Timestamp>().ok());
-    time.map_or(0.0, |time| time.seconds as f64)
+    match time.as_str().map(str::parse::<Timestamp>) {
+        Some(Ok(time)) => time.seconds as f64,
+        _ => 0.0,
+    }
 }
 
 /// Converts a member's name or pointer to words without its unit, and a type URL to its last part.
 fn title(name: &str) -> String {
     let last = name.strip_prefix('/').or(name.rsplit(['.', '/']).next()).unwrap_or(name);
-    let mut units = ["_seconds", "_ms", "_bytes"].iter();
-    let without_unit = units.find_map(|unit| last.strip_suffix(unit));
+    let without_unit = ["_seconds", "_ms", "_bytes"].iter().find_map(|it| last.strip_suffix(it));
     without_unit.unwrap_or(last).replace(['_', '/'], " ")
 }

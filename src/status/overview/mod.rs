@@ -9,7 +9,6 @@ mod page;
 use serde_json::{Value, json};
 
 use super::{Diagnosis, Sources};
-use crate::dns::Dns;
 use crate::envoy::handle::Envoy;
 use crate::logging;
 use crate::runtime::clock::{Clock, rfc3339};
@@ -21,7 +20,6 @@ use crate::wasm::Wasm;
 /// why the pod is not ready.
 pub(super) fn snapshot(sources: &Sources, diagnosis: &Diagnosis) -> Value {
     let Diagnosis { report, missing, .. } = diagnosis;
-    let ready_dns = |dns: &Dns| json!({ "ready": dns.is_ready() });
     json!({
         "now": rfc3339(Clock::system().now()),
         "agent": {
@@ -36,7 +34,7 @@ pub(super) fn snapshot(sources: &Sources, diagnosis: &Diagnosis) -> Value {
         "istiod": sources.istiod.status(),
         "certificates": sources.secrets.as_ref().map(Secrets::snapshot),
         "discovery": sources.discovery.snapshot(),
-        "dns": sources.dns.as_ref().map(ready_dns),
+        "dns": sources.dns.as_ref().map(|dns| json!({ "ready": dns.is_ready() })),
         "health": sources.health,
         "wasm": sources.wasm.as_ref().map(Wasm::snapshot),
         "start_up": sources.milestones.reached(),

@@ -56,8 +56,7 @@ pub(super) fn page(doctor: &Report, overview: &Value, is_held: bool) -> String {
             }
         }
     };
-    let hides_text = |c| c != '\n' && is_interpreted(c);
-    page.into_string().replace(hides_text, "\u{fffd}")
+    page.into_string().replace(|c| c != '\n' && is_interpreted(c), "\u{fffd}")
 }
 
 /// Renders the doctor's verdict, which names the first finding, its remedy, and the other findings. All checks are
@@ -94,7 +93,6 @@ pub(super) fn pill(level: Level, word: &str) -> Markup {
 
 /// Renders a text with links from codes to their meanings. The page with these is held, so that they stay in view.
 pub(super) fn linked(text: &str) -> Markup {
-    let is_of_code = |c: char| c.is_ascii_uppercase() || c == '_';
     html! {
         @for (index, text) in text.split('`').enumerate() {
             @if index % 2 == 1 { code { (text) } } @else {
@@ -108,14 +106,18 @@ pub(super) fn linked(text: &str) -> Markup {
     }
 }
 
+fn is_of_code(c: char) -> bool {
+    c.is_ascii_uppercase() || c == '_'
+}
+
 fn known(name: &str) -> Option<&'static Code> {
     TABLE.iter().find(|code| code.name == name).copied()
 }
 
 /// Renders the meanings of the codes to which a page links.
 fn meanings(page: &str, is_held: bool) -> Markup {
-    let links = page.split("\"?hold#").skip(1).filter_map(|rest| rest.split('"').next());
-    let codes: BTreeSet<_> = links.collect();
+    let codes: BTreeSet<_> =
+        page.split("\"?hold#").skip(1).filter_map(|rest| rest.split('"').next()).collect();
     html! {
         @if !codes.is_empty() {
             details open[is_held] {

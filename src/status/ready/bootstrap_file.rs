@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
+use super::NotReady;
 use crate::files::regular_file::{self, MAX_SETTINGS};
 
 /// Members of a `file_watcher` certificate provider.
@@ -21,35 +22,38 @@ pub(super) struct BootstrapFile {
 
 impl BootstrapFile {
     pub(super) fn new(path: PathBuf) -> Self {
-        let files = OnceLock::new();
-        Self { path, files }
+        Self { path, files: OnceLock::new() }
     }
 
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), NotReady> {
         let files = match self.files.get() {
             Some(files) => files,
             None => {
-                let files = certificate_files(&self.path)?;
+                let files = certificate_files(&self.path).map_err(|error| NotReady::Bootstrap {
+                    path: self.path.clone(),
+                    why: error.to_string(),
+                })?;
                 self.files.get_or_init(|| files)
             }
         };
-        if let Some(path) = files.iter().find(|path| !path.exists()) {
-            return Err(format!("{} does not exist", path.display()));
+        match files.iter().find(|path| !path.exists()) {
+            Some(path) => Err(NotReady::NoFile(path.clone())),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
-fn certificate_files(path: &Path) -> Result<Vec<PathBuf>, String> {
-    let failed = |error: io::Error| format!("failed loading {}: {error}", path.display());
-    let text = regular_file::read(path, MAX_SETTINGS).map_err(failed)?;
-    let document: Value = serde_json::from_slice(&text).map_err(|error| failed(error.into()))?;
-    let members = document["certificate_providers"].as_object();
-    let providers = members.into_iter().flat_map(|members| members.values());
-    let watchers = providers.filter(|provider| provider["plugin_name"] == "file_watcher");
-    let configs = watchers.map(|watcher| &watcher["config"]);
-    let files = configs.flat_map(|config| FILES.map(|name| config[name].as_str()));
-    Ok(files.flatten().map(PathBuf::from).collect())
+fn certificate_files(path: &Path) -> io::Result<Vec<PathBuf>> {
+    let document: Value = serde_json::from_slice(&regular_file::read(path, MAX_SETTINGS)?)?;
+    let providers = document["certificate_providers"].as_object();
+    Ok(providers
+        .into_iter()
+        .flat_map(|providers| providers.values())
+        .filter(|provider| provider["plugin_name"] == "file_watcher")
+        .flat_map(|watcher| FILES.map(|name| watcher["config"][name].as_str()))
+        .flatten()
+        .map(PathBuf::from)
+        .collect())
 }
 
 #[cfg(test)]
@@ -64,10 +68,10 @@ mod tests {
         let path = directory.path().join("bootstrap.json");
         let file = BootstrapFile::new(path.clone());
         let unreadable = format!("failed loading {}: ", path.display());
-        let missing = file.check().expect_err("no file");
+        let missing = file.check().expect_err("no file").to_string();
         assert!(missing.starts_with(&unreadable), "{missing}");
         std::fs::write(&path, "{").expect("written");
-        let missing = file.check().expect_err("no JSON");
+        let missing = file.check().expect_err("no JSON").to_string();
         assert!(missing.starts_with(&unreadable), "{missing}");
 
         let names = FILES.map(|name| directory.path().join(name));
@@ -78,7 +82,7 @@ mod tests {
         let provider = json!({ "plugin_name": "file_watcher", "config": config });
         let document = json!({ "certificate_providers": { "default": provider } });
         std::fs::write(&path, document.to_string()).expect("written");
-        let missing = |path: &Path| Err(format!("{} does not exist", path.display()));
+        let missing = |path: &Path| Err(NotReady::NoFile(path.to_owned()));
         for name in &names {
             assert_eq!(file.check(), missing(name));
             std::fs::write(name, "").expect("written");

@@ -16,6 +16,7 @@ use tokio::sync::Mutex;
 use tokio::time::Instant;
 
 use super::{Sources, startup};
+use crate::envoy::admin::Admin;
 use crate::envoy::handle::{Envoy, Report, State};
 use crate::envoy::inspect;
 use crate::istiod::Status;
@@ -47,7 +48,7 @@ pub(super) struct Readiness {
     /// Locked during a query to Envoy's admin port.
     checks: Mutex<Checks>,
     /// The result that was logged last, because `pilot-agent wait` sends ten probes a second.
-    logged: parking_lot::Mutex<Option<Result<(), String>>>,
+    logged: parking_lot::Mutex<Option<Option<String>>>,
 }
 
 /// The checks one Envoy process has passed.
@@ -57,20 +58,42 @@ struct Checks {
     is_configured: bool,
     is_live: bool,
     /// The time and result of the last query.
-    last: Option<(Instant, Result<(), String>)>,
+    last: Option<(Instant, Result<(), NotReady>)>,
 }
 
 /// The reason why the pod is not ready.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum NotReady {
-    /// The text has the cause.
-    #[error("{0}")]
-    Explained(String),
+    #[error("server is terminated: {cause}")]
+    Stopping { cause: &'static str },
+    #[error(transparent)]
+    SecretRefused(Problem),
     #[error("istio DNS capture is turned ON and DNS lookup table is not ready yet")]
     NoNameTable,
-    /// Another part of the agent may know the cause.
-    #[error("{0}")]
-    Unexplained(String),
+    #[error(transparent)]
+    NoEnvoy(Problem),
+    #[error("failed to get {what} stats: {why}")]
+    NoStats { what: &'static str, why: String },
+    /// The numbers of updates that Envoy has accepted and rejected.
+    #[error(
+        "{problem}: cds updates: {} successful, {} rejected; lds updates: {} successful, {} rejected",
+        .clusters.0, .clusters.1, .listeners.0, .listeners.1
+    )]
+    NotConfigured { problem: &'static str, clusters: (u64, u64), listeners: (u64, u64) },
+    #[error("{name} is not yet updated: {body}")]
+    NotUpdated { name: &'static str, body: String },
+    #[error("workers have not yet started")]
+    NoWorkers,
+    #[error("server is not live, current state is: {state}")]
+    NotLive { state: &'static str },
+    #[error("envoy stat {name} missing separator. line:{line}")]
+    NoSeparator { name: &'static str, line: String },
+    #[error("failed parsing Envoy stat {name}, expected a whole number. line:{line}")]
+    NoNumber { name: &'static str, line: String },
+    #[error("failed loading {}: {why}", .path.display())]
+    Bootstrap { path: PathBuf, why: String },
+    #[error("{} does not exist", .0.display())]
+    NoFile(PathBuf),
 }
 
 /// Epoch and pid of an Envoy.
@@ -92,37 +115,37 @@ impl Readiness {
         }
     }
 
-    /// Checks for a readiness probe, and logs a result that differs from the last.
-    pub(super) async fn check_and_log(&self) -> Result<(), String> {
-        let ready = self.check_and_explain().await;
-        let logged = self.logged.lock().replace(ready.clone());
-        match &ready {
-            _ if logged.as_ref() == Some(&ready) => {}
-            Ok(()) => tracing::info!("Envoy proxy is ready"),
-            Err(missing) => tracing::warn!("Envoy proxy is NOT ready: {missing}"),
+    /// Checks for a readiness probe, and logs a result that differs from the last. Returns the reason why the pod is
+    /// not ready.
+    pub(super) async fn check_and_log(&self) -> Option<String> {
+        let missing = self.check_and_explain().await;
+        let logged = self.logged.lock().replace(missing.clone());
+        match &missing {
+            _ if logged.as_ref() == Some(&missing) => {}
+            None => tracing::info!("Envoy proxy is ready"),
+            Some(missing) => tracing::warn!("Envoy proxy is NOT ready: {missing}"),
         }
-        ready
+        missing
     }
 
-    /// Checks like [`Self::check`], and adds to a failure the cause that another part of the agent knows.
-    pub(super) async fn check_and_explain(&self) -> Result<(), String> {
+    /// Checks like [`Self::check`], and adds to the reason the cause that another part of the agent knows.
+    pub(super) async fn check_and_explain(&self) -> Option<String> {
         let until = self.deadline();
-        let Err(missing) = self.check_until(until).await else {
-            return Ok(());
-        };
-        let text = missing.to_string();
+        let missing = self.check_until(until).await.err()?;
         if self.check_not_stopping().is_err() {
-            return Err(text);
+            return Some(missing.to_string());
         }
         let cause = match missing {
-            NotReady::Explained(_) => None,
+            NotReady::Stopping { .. } | NotReady::SecretRefused(_) => None,
             // A failed call on a connection, such as a certificate request, does not explain a missing name table.
             NotReady::NoNameTable => self.istiod_failure(|status| status.connected.is_none()),
-            NotReady::Unexplained(_) => self.find_cause(until).await,
+            _ => self.find_cause(until).await,
         };
-        let suffix = cause.map_or_else(String::new, |cause| format!("; {cause}"));
-        let text = text.trim_end();
-        Err(format!("{text}{suffix}; see `pilot-agent doctor`"))
+        let mut text = missing.to_string().trim_end().to_owned();
+        if let Some(cause) = cause {
+            text += &format!("; {cause}");
+        }
+        Some(text + "; see `pilot-agent doctor`")
     }
 
     /// Returns the cause that another part of the agent knows. None if Envoy has exited, which is the cause.
@@ -130,26 +153,24 @@ impl Readiness {
         let sources = &self.sources;
         let envoy = sources.envoy.as_ref()?;
         running_process(&envoy.report().borrow()).ok()?;
-        let certificate = || Some(sources.secrets.as_ref()?.problem()?.to_string());
-        let rejected = || Some(sources.discovery.snapshot().rejections().first()?.to_string());
-        let known = self.istiod_failure(|_| true).or_else(certificate).or_else(rejected);
+        let known = self
+            .istiod_failure(|_| true)
+            .or_else(|| Some(sources.secrets.as_ref()?.problem()?.to_string()))
+            .or_else(|| Some(sources.discovery.snapshot().rejections().first()?.to_string()));
         let limit = INSPECT_LIMIT.min(until.saturating_duration_since(Instant::now()));
         // Inspecting Envoy takes up to a second, and `pilot-agent wait` sends ten probes a second at the start.
         if known.is_some() || limit.is_zero() || sources.milestones.elapsed() < INSPECT_AFTER {
             return known;
         }
         let waits = inspect::warming(&envoy.admin().within(limit)).await;
-        let mut all = waits.iter();
-        let wait = all.find(|it| it.code != codes::ENVOY_NOT_INSPECTED);
-        wait.map(ToString::to_string)
+        waits.iter().find(|it| it.code != codes::ENVOY_NOT_INSPECTED).map(ToString::to_string)
     }
 
     /// Returns the last failure of a connection or call to istiod, if none has succeeded since and the status is
     /// `relevant`.
     fn istiod_failure(&self, relevant: fn(&Status) -> bool) -> Option<String> {
         let status = self.sources.istiod.status();
-        let failure = status.last_error.as_ref().filter(|_| relevant(&status))?;
-        Some(failure.problem.to_string())
+        if relevant(&status) { Some(status.last_error?.problem.to_string()) } else { None }
     }
 
     /// Checks whether the pod is ready now. The error is the first reason why it is not. Records the milestones that
@@ -165,16 +186,16 @@ impl Readiness {
 
     async fn check_until(&self, until: Instant) -> Result<(), NotReady> {
         if let Some(envoy) = &self.sources.envoy {
-            let checked = self.check_envoy(envoy, until).await;
-            checked.map_err(NotReady::Unexplained)?;
+            self.check_envoy(envoy, until).await?;
         }
-        self.check_not_stopping().map_err(NotReady::Explained)?;
-        let is_missing = |problem: &&Problem| problem.code == codes::SECRET_REFUSED;
-        if let Some(rejection) = self.sources.rejections.lock().values().find(is_missing) {
-            return Err(NotReady::Explained(rejection.to_string()));
+        self.check_not_stopping()?;
+        for rejection in self.sources.rejections.lock().values() {
+            if rejection.code == codes::SECRET_REFUSED {
+                return Err(NotReady::SecretRefused(rejection.clone()));
+            }
         }
         if let Some(file) = &self.grpc {
-            file.check().map_err(NotReady::Unexplained)?;
+            file.check()?;
         }
         if let Some(dns) = &self.sources.dns
             && !dns.is_ready()
@@ -187,12 +208,14 @@ impl Readiness {
 
     /// Checks until the pod is ready for the first time, so that this time is recorded without a probe.
     pub(super) async fn poll_until_ready(&self) {
-        let (mut process, mut first_seen) = (None, Instant::now());
+        let mut process = None;
+        let mut first_seen = Instant::now();
         while self.check().await.is_err() {
             // The phase starts again with another Envoy process.
             let checked = self.checks.lock().await.process;
             if checked != process {
-                (process, first_seen) = (checked, Instant::now());
+                process = checked;
+                first_seen = Instant::now();
             }
             let is_early = first_seen.elapsed() < EARLY_PHASE;
             tokio::time::sleep(if is_early { PAUSE } else { LONG_PAUSE }).await;
@@ -200,7 +223,7 @@ impl Readiness {
     }
 
     /// Checks Envoy, or returns the result of a query that has ended since this call.
-    async fn check_envoy(&self, envoy: &Envoy, until: Instant) -> Result<(), String> {
+    async fn check_envoy(&self, envoy: &Envoy, until: Instant) -> Result<(), NotReady> {
         let process = running_process(&envoy.report().borrow())?;
         let begin = Instant::now();
         let mut checks = self.checks.lock().await;
@@ -227,18 +250,14 @@ impl Readiness {
         envoy: &Envoy,
         checks: &mut Checks,
         until: Instant,
-    ) -> Result<(), String> {
-        let admin = || {
-            let left = until.saturating_duration_since(Instant::now());
-            envoy.admin().within(self.query_limit.min(left))
-        };
+    ) -> Result<(), NotReady> {
         if !checks.is_configured {
-            stats::check_configured(&admin()).await?;
+            stats::check_configured(&self.admin(envoy, until)).await?;
             checks.is_configured = true;
             self.sources.milestones.mark(startup::CONFIG_RECEIVED);
         }
         self.check_not_stopping()?;
-        stats::check_live(&admin()).await?;
+        stats::check_live(&self.admin(envoy, until)).await?;
         checks.is_live = true;
         if self.sources.milestones.mark(startup::ENVOY_LIVE) {
             let took = self.sources.milestones.elapsed();
@@ -248,21 +267,25 @@ impl Readiness {
         Ok(())
     }
 
+    fn admin(&self, envoy: &Envoy, until: Instant) -> Admin {
+        let left = until.saturating_duration_since(Instant::now());
+        envoy.admin().within(self.query_limit.min(left))
+    }
+
     /// Fails if the agent is asked to stop.
-    fn check_not_stopping(&self) -> Result<(), String> {
+    fn check_not_stopping(&self) -> Result<(), NotReady> {
         let request = self.sources.stop.requested().borrow().clone();
-        if request.urgency == Urgency::Run {
-            return Ok(());
+        match request.urgency {
+            Urgency::Run => Ok(()),
+            _ => Err(NotReady::Stopping { cause: request.cause.unwrap_or("asked to stop") }),
         }
-        let cause = request.cause.unwrap_or("asked to stop");
-        Err(format!("server is terminated: {cause}"))
     }
 }
 
 /// Returns the Envoy process, or why there is none.
-fn running_process(report: &Report) -> Result<Process, String> {
+fn running_process(report: &Report) -> Result<Process, NotReady> {
     match (report.state, report.problem()) {
-        (State::Initial | State::Exited, Some(problem)) => Err(problem.to_string()),
+        (State::Initial | State::Exited, Some(problem)) => Err(NotReady::NoEnvoy(problem)),
         _ => Ok((report.epoch, report.pid)),
     }
 }

@@ -3,6 +3,7 @@
 //! Envoy's `/ready` is not enough: an Envoy that cannot reach istiod, or rejects its listeners, reports that it is
 //! ready anyway.
 
+use super::NotReady;
 use crate::envoy::admin::Admin;
 
 /// `^(cluster_manager\.cds|listener_manager\.lds)\.(update_success|update_rejected)$`
@@ -16,21 +17,20 @@ const STATE: &str = "server.state";
 const WORKERS: &str = "listener_manager.workers_started";
 
 /// Fails unless Envoy has accepted clusters and listeners.
-pub(super) async fn check_configured(admin: &Admin) -> Result<(), String> {
+pub(super) async fn check_configured(admin: &Admin) -> Result<(), NotReady> {
     check_updates(&query(admin, "config", CONFIGURED).await?)
 }
 
 /// Fails unless Envoy is live and its workers run.
-pub(super) async fn check_live(admin: &Admin) -> Result<(), String> {
+pub(super) async fn check_live(admin: &Admin) -> Result<(), NotReady> {
     check_workers(&query(admin, "readiness", LIVE).await?)
 }
 
-async fn query(admin: &Admin, what: &str, path: &str) -> Result<String, String> {
-    let text = admin.text(path).await;
-    text.map_err(|why| format!("failed to get {what} stats: {why}"))
+async fn query(admin: &Admin, what: &'static str, path: &str) -> Result<String, NotReady> {
+    admin.text(path).await.map_err(|why| NotReady::NoStats { what, why })
 }
 
-fn check_updates(body: &str) -> Result<(), String> {
+fn check_updates(body: &str) -> Result<(), NotReady> {
     let clusters = number(body, "cluster_manager.cds.update_success")?;
     let clusters_rejected = number(body, "cluster_manager.cds.update_rejected")?;
     let listeners = number(body, "listener_manager.lds.update_success")?;
@@ -43,39 +43,39 @@ fn check_updates(body: &str) -> Result<(), String> {
         }
         _ => "config not fully received from XDS server",
     };
-    Err(format!(
-        "{problem}: cds updates: {clusters} successful, {clusters_rejected} rejected; \
-         lds updates: {listeners} successful, {listeners_rejected} rejected"
-    ))
+    Err(NotReady::NotConfigured {
+        problem,
+        clusters: (clusters, clusters_rejected),
+        listeners: (listeners, listeners_rejected),
+    })
 }
 
-fn check_workers(body: &str) -> Result<(), String> {
-    if let Some(name) = [STATE, WORKERS].iter().find(|name| !body.contains(**name)) {
-        return Err(format!("{name} is not yet updated: {body}"));
+fn check_workers(body: &str) -> Result<(), NotReady> {
+    if let Some(name) = [STATE, WORKERS].into_iter().find(|name| !body.contains(name)) {
+        return Err(NotReady::NotUpdated { name, body: body.to_owned() });
     }
     let state = match (number(body, STATE)?, number(body, WORKERS)?) {
         (0, 1) => return Ok(()),
-        (0, _) => return Err("workers have not yet started".to_owned()),
+        (0, _) => return Err(NotReady::NoWorkers),
         (1, _) => "DRAINING",
         (2, _) => "PRE_INITIALIZING",
         (3, _) => "INITIALIZING",
         _ => "UNKNOWN",
     };
-    Err(format!("server is not live, current state is: {state}"))
+    Err(NotReady::NotLive { state })
 }
 
 /// Returns the value of the first line that begins with `name`. Envoy does not list counters that are zero.
-fn number(body: &str, name: &str) -> Result<u64, String> {
+fn number(body: &str, name: &'static str) -> Result<u64, NotReady> {
     let Some(line) = body.lines().find(|line| line.starts_with(name)) else {
         return Ok(0);
     };
-    let mut parts = line.split(':');
-    let (_, Some(value), None) = (parts.next(), parts.next(), parts.next()) else {
-        return Err(format!("envoy stat {name} missing separator. line:{line}"));
-    };
-    value.trim().parse().map_err(|_| {
-        format!("failed parsing Envoy stat {name}, expected a whole number. line:{line}")
-    })
+    match line.split_once(':') {
+        Some((_, value)) if !value.contains(':') => {
+            value.trim().parse().map_err(|_| NotReady::NoNumber { name, line: line.to_owned() })
+        }
+        _ => Err(NotReady::NoSeparator { name, line: line.to_owned() }),
+    }
 }
 
 #[cfg(test)]
@@ -109,18 +109,20 @@ mod tests {
             let found = check_updates(&updates(counts)).err();
             match expected {
                 None => assert_eq!(found, None, "{counts:?}"),
-                Some(text) => assert!(found.expect("missing").contains(text), "{counts:?}"),
+                Some(text) => {
+                    assert!(found.expect("missing").to_string().contains(text), "{counts:?}");
+                }
             }
         }
         let missing = check_updates(&updates([1, 2, 0, 4])).expect_err("missing");
         assert_eq!(
-            missing,
+            missing.to_string(),
             "config received from XDS server, but was rejected: cds updates: 1 successful, 2 \
              rejected; lds updates: 0 successful, 4 rejected"
         );
         let missing = check_updates("").expect_err("missing");
         assert_eq!(
-            missing,
+            missing.to_string(),
             "config not received from XDS server (is Istiod running?): cds updates: 0 successful, \
              0 rejected; lds updates: 0 successful, 0 rejected"
         );
@@ -158,7 +160,7 @@ mod tests {
             ),
         ] {
             let found = check_workers(body).err();
-            assert_eq!(found.unwrap_or_default(), expected);
+            assert_eq!(found.map_or_else(String::new, |missing| missing.to_string()), expected);
         }
     }
 }

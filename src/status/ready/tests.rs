@@ -141,7 +141,7 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     let connection = istiod.connection().await.expect("a connection");
     let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", "authentication failure");
     istiod.record_failure(&connection, false, &problem);
-    let explained = async || pod.ready.check_and_explain().await.expect_err("not ready");
+    let explained = async || pod.ready.check_and_explain().await.expect("not ready");
     let doctor = "; see `pilot-agent doctor`";
     let cause = &problem.to_string();
     assert_eq!(explained().await, format!("{missing}; {cause}{doctor}"));
@@ -166,7 +166,7 @@ async fn a_missing_name_table_is_not_explained_by_a_failed_call_but_by_a_missing
     let code = codes::ISTIOD_PERMISSION_DENIED;
     let problem = Problem::new(code, "certificate request", "the authority refuses");
     istiod.record_failure(&connection, false, &problem);
-    let explained = async || pod.ready.check_and_explain().await.expect_err("not ready");
+    let explained = async || pod.ready.check_and_explain().await.expect("not ready");
     let missing = "istio DNS capture is turned ON and DNS lookup table is not ready yet";
     let doctor = "; see `pilot-agent doctor`";
     assert_eq!(explained().await, format!("{missing}{doctor}"));
@@ -225,7 +225,7 @@ async fn concurrent_probes_share_one_request_to_a_hung_admin_port() {
         crowd.spawn(async move { ready.check_and_explain().await });
     }
     for answer in crowd.join_all().await {
-        let missing = answer.expect_err("not ready");
+        let missing = answer.expect("not ready");
         assert!(missing.contains("no answer from Envoy's admin port"), "{missing}");
     }
     assert_eq!(pod.query_count(), 1);

@@ -60,8 +60,7 @@ pub fn bind(port: u16) -> Result<std::net::TcpListener, Problem> {
     });
     listener.and_then(TcpListener::into_std).map_err(|error| {
         let found = port::holder(port).unwrap_or_else(|| error.to_string());
-        let subject = format!("status port {port}");
-        Problem::new(codes::STATUS_PORT_TAKEN, subject, found)
+        Problem::new(codes::STATUS_PORT_TAKEN, format!("status port {port}"), found)
     })
 }
 
@@ -94,7 +93,7 @@ pub(super) async fn serve(
                 }
                 Err(error) => {
                     // Most likely the file descriptors are used up, so it closes one of its own.
-                    let (code, error) = (codes::STATUS_PORT_EXHAUSTED, error.to_string());
+                    let code = codes::STATUS_PORT_EXHAUSTED;
                     tracing::error!("{}", Problem::new(code, "status port", error));
                     connections.close_most_idle();
                     sleep(Duration::from_millis(100)).await;
@@ -147,8 +146,7 @@ impl Connections {
         while self.open.len() >= MAX_CONNECTIONS {
             self.close_most_idle();
         }
-        let new = (Phase::BeforeFirstRequest, Instant::now());
-        let activity = Arc::new(Mutex::new(new));
+        let activity = Arc::new(Mutex::new((Phase::BeforeFirstRequest, Instant::now())));
         let ends = (handover.clone(), stop.clone());
         let task = serve_connection(stream, from, router.clone(), activity.clone(), ends);
         let handle = self.tasks.spawn(task);
@@ -156,8 +154,7 @@ impl Connections {
     }
 
     fn close_most_idle(&mut self) {
-        let connections = self.open.iter();
-        let most_idle = connections.min_by_key(|(_, (activity, _))| *activity.lock());
+        let most_idle = self.open.iter().min_by_key(|(_, (activity, _))| *activity.lock());
         if let Some(id) = most_idle.map(|(id, _)| *id)
             && let Some((_, handle)) = self.open.remove(&id)
         {
@@ -176,28 +173,29 @@ async fn serve_connection(
     (handover, stop): (ListenerHandover, CancellationToken),
 ) {
     let caller = Caller::new(&stream, from);
-    let answer = async |request: Request<Incoming>| {
-        *activity.lock() = (Phase::Answering, Instant::now());
-        let mut answer = router.answer(request, &caller).await;
-        if handover.has_begun() {
-            // It makes the client send its next request to the agent that has taken over the port.
-            let close = HeaderValue::from_static("close");
-            answer.headers_mut().insert(CONNECTION, close);
-        }
-        let activity = activity.clone();
-        let set_idle = move || *activity.lock() = (Phase::Idle, Instant::now());
-        Ok::<_, Infallible>(answer.map(|body| reply::call_after(body, set_idle)))
-    };
     // Boxed, the future of a response takes no memory in a connection without a request.
-    let service = service_fn(|request| Box::pin(answer(request)));
-    let mut builder = http1::Builder::new();
-    builder
+    let service = service_fn(|request: Request<Incoming>| {
+        Box::pin(async {
+            *activity.lock() = (Phase::Answering, Instant::now());
+            let mut answer = router.answer(request, &caller).await;
+            if handover.has_begun() {
+                // It makes the client send its next request to the agent that has taken over the port.
+                answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
+            let activity = activity.clone();
+            Ok::<_, Infallible>(answer.map(|body| {
+                reply::call_after(body, move || *activity.lock() = (Phase::Idle, Instant::now()))
+            }))
+        })
+    });
+    let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .half_close(true)
         .header_read_timeout(IDLE)
         .max_header_size(MAX_HEAD)
-        .max_buf_size(MAX_HEAD);
-    let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        .max_buf_size(MAX_HEAD)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
     let no_request = async {
         sleep(FIRST_HEAD).await;
         if activity.lock().0 > Phase::BeforeFirstRequest {
@@ -229,8 +227,10 @@ pub(super) fn canonical_target(uri: &Uri) -> Option<String> {
     if canonical == path {
         return None;
     }
-    let query = uri.query().map(|query| format!("?{query}"));
-    Some(canonical + &query.unwrap_or_default())
+    if let Some(query) = uri.query() {
+        canonical += &format!("?{query}");
+    }
+    Some(canonical)
 }
 
 /// Removes doubled slashes and dot segments.
