@@ -7,10 +7,11 @@
 
 use std::fmt;
 use std::future::{Future, pending};
-use std::process::Stdio;
+use std::io;
+use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
-use ::http::HeaderMap;
+use ::http::{HeaderMap, StatusCode};
 use futures_util::future::OptionFuture;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Serialize, Serializer};
@@ -22,6 +23,7 @@ use tokio::time::MissedTickBehavior;
 use crate::envoy::handle::{Report, State};
 use crate::metrics::{Counters, Gauge, Registry};
 use crate::probe::{self, Client, Kind, Probe};
+use crate::problem::Problem;
 use crate::runtime::lifecycle::{StopRequest, Urgency};
 
 #[derive(Clone, Debug)]
@@ -44,7 +46,32 @@ pub enum Check {
     Exec(Vec<String>, Duration),
 }
 
-/// The health of the workload, or its problem; None before the first verdict.
+/// The reason why a check failed.
+#[derive(Debug, thiserror::Error)]
+enum Unhealthy {
+    #[error("the agent is stopping")]
+    Stopping,
+    #[error("Envoy is draining")]
+    Draining,
+    #[error("Envoy does not serve")]
+    NoEnvoy,
+    #[error(transparent)]
+    Probe(#[from] Problem),
+    #[error("status code was not from [200,400), bad code {}", .0.as_u16())]
+    Status(StatusCode),
+    #[error("no command")]
+    NoCommand,
+    #[error("{program:?} does not run: {error}")]
+    NotStarted { program: String, error: io::Error },
+    #[error("{program:?} ended with {status}")]
+    Failed { program: String, status: ExitStatus },
+    #[error("{program:?} cannot be waited for: {error}")]
+    Lost { program: String, error: io::Error },
+    #[error("command timeout exceeded: {program:?} ran for {limit:?}")]
+    Late { program: String, limit: Duration },
+}
+
+/// The health of the workload, or its problem for istiod; None before the first verdict.
 pub type Verdict = Option<Result<(), String>>;
 
 /// A handle to the verdict. Clones share it.
@@ -64,9 +91,12 @@ impl Health {
 impl Serialize for Health {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let verdict = self.verdict.borrow().clone();
-        let healthy = verdict.as_ref().map(Result::is_ok);
-        let problem = verdict.and_then(Result::err);
-        json!({ "check": self.check, "healthy": healthy, "problem": problem }).serialize(serializer)
+        json!({
+            "check": self.check,
+            "healthy": verdict.as_ref().map(Result::is_ok),
+            "problem": verdict.and_then(Result::err),
+        })
+        .serialize(serializer)
     }
 }
 
@@ -119,22 +149,22 @@ impl Checks {
             let _ = report.wait_for(|report| report.is_drained).await;
         }));
         let reason = tokio::select! {
-            _ = stop.wait_for(|request| request.urgency != Urgency::Run) => "the agent is stopping",
-            Some(()) = drained => "Envoy is draining",
+            _ = stop.wait_for(|request| request.urgency != Urgency::Run) => Unhealthy::Stopping,
+            Some(()) = drained => Unhealthy::Draining,
             () = self.check_each_period(envoy) => return,
         };
-        self.decide(Err(reason.to_owned()));
+        self.decide(Err(reason));
         pending().await
     }
 
     async fn check_each_period(&mut self, mut envoy: Option<watch::Receiver<Report>>) {
-        if let Some(report) = &mut envoy {
-            let is_running = |report: &Report| report.state == State::Running;
-            if report.wait_for(is_running).await.is_err() {
-                return pending().await;
-            }
+        if let Some(report) = &mut envoy
+            && report.wait_for(|report| report.state == State::Running).await.is_err()
+        {
+            return pending().await;
         }
-        let (kind, delay) = (self.config.check.name(), self.config.initial_delay);
+        let kind = self.config.check.name();
+        let delay = self.config.initial_delay;
         tracing::info!(target: "healthcheck", "starting health check for {kind} in {delay:?}");
         tokio::time::sleep(delay).await;
         let mut ticks = tokio::time::interval(self.config.period);
@@ -144,28 +174,27 @@ impl Checks {
             let state = envoy.as_ref().map(|report| report.borrow().state);
             let result = match state {
                 None | Some(State::Running) => self.check().await,
-                Some(_) => Err("Envoy does not serve".to_owned()),
+                Some(_) => Err(Unhealthy::NoEnvoy),
             };
             self.count(result);
         }
     }
 
-    async fn check(&self) -> Result<(), String> {
+    async fn check(&self) -> Result<(), Unhealthy> {
         match &self.config.check {
             Check::Exec(command, limit) => run(command, *limit).await,
             Check::Probe(probe, headers) => {
-                let outcome = self.client.probe(probe, headers).await;
-                let status = outcome.map_err(|problem| problem.to_string())?.status;
+                let status = self.client.probe(probe, headers).await?.status;
                 match status.as_u16() {
                     200..400 => Ok(()),
-                    bad => Err(format!("status code was not from [200,400), bad code {bad}")),
+                    _ => Err(Unhealthy::Status(status)),
                 }
             }
         }
     }
 
     /// Counts a result, and changes the verdict when its threshold is reached.
-    fn count(&mut self, result: Result<(), String>) {
+    fn count(&mut self, result: Result<(), Unhealthy>) {
         let (label, threshold) = match &result {
             Ok(()) => ("success", self.config.successes),
             Err(problem) => {
@@ -185,7 +214,7 @@ impl Checks {
     }
 
     /// Logs and publishes a verdict.
-    fn decide(&mut self, result: Result<(), String>) {
+    fn decide(&mut self, result: Result<(), Unhealthy>) {
         match &result {
             Ok(()) => {
                 tracing::info!(target: "healthcheck", "success threshold hit, marking as healthy");
@@ -196,7 +225,7 @@ impl Checks {
             ),
         }
         self.healthy.set(if result.is_ok() { 1.0 } else { 0.0 });
-        self.verdict.send_replace(Some(result));
+        self.verdict.send_replace(Some(result.map_err(|problem| problem.to_string())));
     }
 }
 
@@ -233,26 +262,27 @@ impl Drop for Group {
 
 /// Runs a command as a check, without a shell and without reading its output: exit code 0 is success. When the program
 /// exits, and after `limit`, all processes of its group are killed.
-async fn run(command: &[String], limit: Duration) -> Result<(), String> {
-    let Some((program, arguments)) = command.split_first() else {
-        return Err("no command".to_owned());
-    };
-    let mut child = Command::new(program)
+async fn run(command: &[String], limit: Duration) -> Result<(), Unhealthy> {
+    let (program, arguments) = command.split_first().ok_or(Unhealthy::NoCommand)?;
+    let program = program.clone();
+    let spawned = Command::new(&program)
         .args(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .process_group(0)
-        .spawn()
-        .map_err(|error| format!("{program:?} does not run: {error}"))?;
-    let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
-    let _group = pid.map(Group);
+        .spawn();
+    let mut child = match spawned {
+        Ok(child) => child,
+        Err(error) => return Err(Unhealthy::NotStarted { program, error }),
+    };
+    let _group = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed())).map(Group);
     match tokio::time::timeout(limit, child.wait()).await {
         Ok(Ok(status)) if status.success() => Ok(()),
-        Ok(Ok(status)) => Err(format!("{program:?} ended with {status}")),
-        Ok(Err(error)) => Err(format!("{program:?} cannot be waited for: {error}")),
+        Ok(Ok(status)) => Err(Unhealthy::Failed { program, status }),
+        Ok(Err(error)) => Err(Unhealthy::Lost { program, error }),
         // The runtime reaps the killed child.
-        Err(_) => Err(format!("command timeout exceeded: {program:?} ran for {limit:?}")),
+        Err(_) => Err(Unhealthy::Late { program, limit }),
     }
 }
 

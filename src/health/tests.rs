@@ -61,7 +61,7 @@ fn the_health_changes_after_as_many_equal_results_as_the_threshold() {
         for result in results.chars() {
             checks.count(match result {
                 '+' => Ok(()),
-                _ => Err("no".to_owned()),
+                _ => Err(Unhealthy::NoEnvoy),
             });
         }
         let found = verdict.borrow().as_ref().map(Result::is_ok);
@@ -145,7 +145,7 @@ async fn a_program_is_judged_by_its_exit_code_within_its_time() {
         (vec![], Err("no command")),
     ] {
         let words: Vec<_> = command.iter().map(|&word| word.to_owned()).collect();
-        let found = run(&words, Duration::from_secs(60)).await;
+        let found = run(&words, Duration::from_secs(60)).await.map_err(|error| error.to_string());
         assert_eq!(found, expected.map_err(str::to_owned), "{command:?}");
     }
 }
@@ -160,7 +160,7 @@ async fn children_of_a_probe_program_are_killed_when_it_ends_or_hangs() {
         let script = format!("sleep 1000 & echo $! > {}; {end}", mark.display());
         let command = ["sh", "-c", &script].map(str::to_owned);
         let found = run(&command, Duration::from_millis(500)).await;
-        assert_eq!(found, expected.map_err(str::to_owned));
+        assert_eq!(found.map_err(|error| error.to_string()), expected.map_err(str::to_owned));
         let pid = std::fs::read_to_string(mark).expect("it ran");
         let state = format!("/proc/{}/stat", pid.trim());
         // The process has exited if it does not exist, or is a zombie that its new parent has not
