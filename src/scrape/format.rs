@@ -61,23 +61,24 @@ pub(super) fn content_type(header: Option<&HeaderValue>) -> &'static str {
 /// Returns true for the media type of delimited messages `MetricFamily`, or one that does not say what its messages
 /// are.
 pub(super) fn is_protobuf(member: &str) -> bool {
-    let is = |name, expected| parameter(member, name).is_none_or(|value| value == expected);
     media_type(member) == PROTOBUF
-        && is("proto", "io.prometheus.client.MetricFamily")
-        && is("encoding", "delimited")
+        && matches!(parameter(member, "proto"), None | Some("io.prometheus.client.MetricFamily"))
+        && matches!(parameter(member, "encoding"), None | Some("delimited"))
 }
 
 /// Returns a parameter of a media type, without its quotes.
 pub(super) fn parameter<'m>(member: &'m str, name: &str) -> Option<&'m str> {
-    let parameters = member.split(';').skip(1).filter_map(|parameter| parameter.split_once('='));
-    let mut values = parameters.filter(|(found, _)| found.trim().eq_ignore_ascii_case(name));
-    values.next().map(|(_, value)| value.trim().trim_matches('"'))
+    let (_, value) = member
+        .split(';')
+        .skip(1)
+        .filter_map(|parameter| parameter.split_once('='))
+        .find(|(found, _)| found.trim().eq_ignore_ascii_case(name))?;
+    Some(value.trim().trim_matches('"'))
 }
 
 /// Strips the parameters from a media type, or from another member of a header that is a list.
 pub(super) fn media_type(member: &str) -> String {
-    let name = member.split(';').next().unwrap_or_default();
-    name.trim().to_ascii_lowercase()
+    member.split(';').next().unwrap_or_default().trim().to_ascii_lowercase()
 }
 
 #[cfg(test)]

@@ -79,9 +79,10 @@ use Verdict::{Drop, Show};
 
 impl Lines {
     pub(super) fn new(from: Format, to: Format, hidden: Vec<Hidden>) -> Self {
-        let is_protobuf = to == Format::Protobuf;
-        let grammar = if is_protobuf { from } else { from.max(to) };
-        let families = is_protobuf.then(Families::default);
+        let (grammar, families) = match to {
+            Format::Protobuf => (from, Some(Families::default())),
+            Format::Text | Format::OpenMetrics => (from.max(to), None),
+        };
         Self { from, to, grammar, families, hidden, ..Self::default() }
     }
 
@@ -130,7 +131,8 @@ impl Lines {
         output: &mut Output,
     ) -> usize {
         // Consecutive lines that do not change are written together; they start at `unwritten`.
-        let (mut unwritten, mut begin) = (0, 0);
+        let mut unwritten = 0;
+        let mut begin = 0;
         self.awaited = 0;
         while let Some(mut length) = memchr(b'\n', &page[begin..]) {
             let lines = &page[begin..];
@@ -211,9 +213,9 @@ impl Lines {
         }
         // The formats write times differently, and text has no exemplars.
         let time = sample.rest.get(1..).and_then(|rest| rest.find(' '));
-        let length = match time.filter(|_| self.from != self.to) {
-            Some(time) => time + 1,
-            None => sample.rest.len(),
+        let length = match time {
+            Some(time) if self.from != self.to => time + 1,
+            _ => sample.rest.len(),
         };
         Some(Show(line[..sample.series.len() + length].into()))
     }
@@ -238,10 +240,10 @@ impl Lines {
         if self.hides(name) {
             return Some(Drop);
         }
-        let rest_of_line = text.strip_prefix(BLANKS).or(text.is_empty().then_some(text))?;
-        let text = match keyword {
-            "HELP" => rest_of_line,
-            _ => rest_of_line.trim_matches(BLANKS),
+        let text = match text.strip_prefix(BLANKS) {
+            None if !text.is_empty() => return None,
+            Some(help) if keyword == "HELP" => help,
+            _ => text.trim_matches(BLANKS),
         };
         let needs_openmetrics = matches!(
             (keyword, text),
@@ -280,8 +282,7 @@ impl Lines {
             }
         }
         let quote = if rest.starts_with('"') { "\"" } else { "" };
-        let line = format!("# {keyword} {quote}{shown}{quote} {text}");
-        Some(Show(line.into()))
+        Some(Show(format!("# {keyword} {quote}{shown}{quote} {text}").into()))
     }
 
     /// Converts name and text of a HELP, TYPE or UNIT line to the format of the page. Returns None for a malformed
@@ -300,8 +301,10 @@ impl Lines {
         Some(match (keyword, self.from, to) {
             ("HELP", Text, OpenMetrics) => (short_name(name, seen).into(), text),
             ("UNIT", ..) if !text.is_empty() => {
-                let prefix = name.strip_suffix(text)?;
-                prefix.ends_with('_').then_some(unchanged)?
+                if !name.strip_suffix(text)?.ends_with('_') {
+                    return None;
+                }
+                unchanged
             }
             ("TYPE", from, to) => match (text, from, to) {
                 ("gauge" | "histogram" | "summary", ..) => unchanged,

@@ -117,8 +117,7 @@ impl Scrape {
     /// Refuses a scrape that comes from this agent, and counts every other scrape. Sources that have failed by then
     /// are logged, counted and left out.
     pub async fn page(&self, request: request::Parts) -> Response<UnsyncBoxBody<Bytes, BoxError>> {
-        let mut agents = request.headers.get_all(SCRAPED_BY_HEADER).iter();
-        if agents.any(|agent| *agent == self.id) {
+        if request.headers.get_all(SCRAPED_BY_HEADER).iter().any(|agent| *agent == self.id) {
             return refuse_self_scrape();
         }
         self.metrics.scrapes.inc();
@@ -157,8 +156,8 @@ impl Scrape {
         let error = page.write(sources, sender).into_stream();
         let error = error.filter_map(|written| ready(written.err().map(Err)));
         let frames = ReceiverStream::new(chunks).map(|chunk| Ok(Frame::data(chunk)));
-        let body = StreamBody::new(stream::select(frames, error));
-        let mut response = Response::new(body.boxed_unsync());
+        let mut response =
+            Response::new(StreamBody::new(stream::select(frames, error)).boxed_unsync());
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         headers.insert(VARY, HeaderValue::from_static("Accept-Encoding"));
@@ -171,19 +170,20 @@ impl Scrape {
     /// Returns the time in which the page is made: the scraper's timeout less the time for the transfer. Logs a
     /// timeout that cannot be parsed, and takes the configured one instead.
     fn time_limit(&self, headers: &HeaderMap) -> Duration {
-        let seconds = headers.get(&TIMEOUT_HEADER).and_then(|header| {
-            let text = header.to_str().ok();
-            let number = text.and_then(|text| text.trim().parse().ok());
-            let seconds = number.filter(|seconds: &f64| *seconds > 0.0);
-            if seconds.is_none() {
-                let timeout = rounded(self.config.timeout);
-                tracing::warn!("failed to parse timeout header {TIMEOUT_HEADER}: {header:?}, expected seconds; {timeout} is used");
+        let mut timeout = self.config.timeout;
+        if let Some(header) = headers.get(&TIMEOUT_HEADER) {
+            match header.to_str().ok().and_then(|text| text.trim().parse::<f64>().ok()) {
+                Some(seconds) if seconds > 0.0 => {
+                    timeout = Duration::try_from_secs_f64(seconds).unwrap_or(MAX_TIMEOUT);
+                }
+                _ => {
+                    let timeout = rounded(timeout);
+                    tracing::warn!(
+                        "failed to parse timeout header {TIMEOUT_HEADER}: {header:?}, expected seconds; {timeout} is used"
+                    );
+                }
             }
-            seconds
-        });
-        let timeout = seconds.map_or(self.config.timeout, |seconds| {
-            Duration::try_from_secs_f64(seconds).unwrap_or(MAX_TIMEOUT)
-        });
+        }
         scaled(timeout.min(MAX_TIMEOUT), PAGE_SHARE)
     }
 
@@ -195,23 +195,29 @@ impl Scrape {
             1 => u64::MAX,
             _ => self.config.limit,
         };
-        let source = |origin: Origin, target: &Target, limit: u64| {
-            let headers = negotiate::source_headers(origin.format(), &scrape.headers, &self.id);
-            let client = match target.tls.clone() {
-                Some(files) => self.tls_clients.clone().of(target.port, files).boxed(),
-                None => ready(Ok(self.client.clone())).boxed(),
-            };
-            Source::new(client, headers, origin, target, limit)
+        let headers = &scrape.headers;
+        let mut sources: Vec<_> = targets
+            .iter()
+            .map(|target| self.source(Origin::Application, headers, target, limit))
+            .collect();
+        if let Some(port) = self.config.envoy_port {
+            let mut path = "/stats/prometheus".to_owned();
+            if let Some(query) = scrape.uri.query() {
+                path += &negotiate::envoy_query(query, headers);
+            }
+            let target = Target { port, path, tls: None };
+            sources.push(self.source(Origin::Envoy, headers, &target, u64::MAX));
+        }
+        sources
+    }
+
+    fn source(&self, origin: Origin, headers: &HeaderMap, target: &Target, limit: u64) -> Source {
+        let client = match target.tls.clone() {
+            Some(files) => self.tls_clients.clone().of(target.port, files).boxed(),
+            None => ready(Ok(self.client.clone())).boxed(),
         };
-        let applications = targets.iter().map(|target| source(Origin::Application, target, limit));
-        let envoy = self.config.envoy_port.map(|port| {
-            let query = scrape.uri.query();
-            let query = query.map(|query| negotiate::envoy_query(query, &scrape.headers));
-            let query = query.unwrap_or_default();
-            let path = format!("/stats/prometheus{query}");
-            source(Origin::Envoy, &Target { port, path, tls: None }, u64::MAX)
-        });
-        applications.chain(envoy).collect()
+        let headers = negotiate::source_headers(origin.format(), headers, &self.id);
+        Source::new(client, headers, origin, target, limit)
     }
 }
 
@@ -283,8 +289,7 @@ impl Page {
             }
             match timeout_at(until, source.chunk()).await {
                 Ok(Some(chunk)) => {
-                    let read = reader.push(&chunk, &mut self.seen, &mut self.output);
-                    if let Err(error) = read {
+                    if let Err(error) = reader.push(&chunk, &mut self.seen, &mut self.output) {
                         source.fail(codes::SCRAPE_PAGE_INVALID, error);
                     }
                 }
@@ -298,18 +303,16 @@ impl Page {
             source.fail(codes::SCRAPE_LATE, "timed out");
         }
         let is_complete = source.failure.is_none();
-        let finished = reader.finish(is_complete, &mut self.seen, &mut self.output);
-        if let Err(error) = finished
+        if let Err(error) = reader.finish(is_complete, &mut self.seen, &mut self.output)
             && is_complete
         {
             source.fail(codes::SCRAPE_PAGE_INVALID, error);
         }
-        let (origin, (duplicates, malformed)) = ([source.origin.name()], reader.left_out());
-        metrics.duplicates.with(origin).add(duplicates);
-        metrics.malformed.with(origin).add(malformed);
+        let (duplicates, malformed) = reader.left_out();
+        metrics.duplicates.with([source.origin.name()]).add(duplicates);
+        metrics.malformed.with([source.origin.name()]).add(malformed);
         metrics.report(&source);
-        let broke_off = source.failure.is_some() && source.has_head();
-        if broke_off && self.format == Format::OpenMetrics {
+        if source.failure.is_some() && source.has_head() && self.format == Format::OpenMetrics {
             return Err("a source broke off".into());
         }
         Ok(())
@@ -361,8 +364,7 @@ impl Reader {
 /// Refuses a scrape by this agent, because each such scrape would lead to another one.
 fn refuse_self_scrape() -> Response<UnsyncBoxBody<Bytes, BoxError>> {
     let why = "this agent scrapes itself: a target is, or redirects to, its own page\n";
-    let body = Full::from(why).map_err(Into::into).boxed_unsync();
-    let mut response = Response::new(body);
+    let mut response = Response::new(Full::from(why).map_err(Into::into).boxed_unsync());
     *response.status_mut() = StatusCode::LOOP_DETECTED;
     response
 }
@@ -380,8 +382,10 @@ fn content_type(sources: &[Source], accepts_protobuf: bool) -> &'static str {
         .iter()
         .filter(|source| source.origin == Origin::Application)
         .filter_map(|source| source.content_type.filter(|kind| *kind != PROTOBUF_PAGE));
-    let shared = types.next().filter(|first| types.all(|other| other == *first));
-    shared.unwrap_or(TEXT_PAGE)
+    match types.next() {
+        Some(first) if types.all(|other| other == first) => first,
+        _ => TEXT_PAGE,
+    }
 }
 
 #[cfg(test)]

@@ -54,13 +54,11 @@ fn accept_header(strictest: Format, headers: &HeaderMap) -> String {
         "*" | "*/*" => Some(ANY),
         OPEN_METRICS if is_strict => Some(member),
         "application/*" if is_strict => Some("application/openmetrics-text;version=0.0.1"),
-        _ => is_protobuf(member).then_some(member),
+        _ if is_protobuf(member) => Some(member),
+        _ => None,
     });
     let passed = passed.collect::<Vec<_>>().join(",");
-    if passed.is_empty() {
-        return TEXT.to_owned();
-    }
-    passed
+    if passed.is_empty() { TEXT.to_owned() } else { passed }
 }
 
 /// Returns true if the scraper reads protobuf.
@@ -70,11 +68,16 @@ pub(super) fn accepts_protobuf(headers: &HeaderMap) -> bool {
 
 /// Returns true if Envoy answers in protobuf: the scraper reads it, and no text has a higher weight.
 fn prefers_protobuf(headers: &HeaderMap) -> bool {
-    let best = |is_meant: fn(&str) -> bool| {
-        list(headers, ACCEPT).filter(|member| is_meant(member)).map(weight).fold(0.0, f32::max)
-    };
-    let text = best(|member| media_type(member).starts_with("text/"));
-    accepts_protobuf(headers) && best(is_protobuf) >= text
+    let mut protobuf = 0.0f32;
+    let mut text = 0.0f32;
+    for member in list(headers, ACCEPT) {
+        if is_protobuf(member) {
+            protobuf = protobuf.max(weight(member));
+        } else if media_type(member).starts_with("text/") {
+            text = text.max(weight(member));
+        }
+    }
+    protobuf > 0.0 && protobuf >= text
 }
 
 /// Returns the weight of a member of `Accept`.
@@ -86,10 +89,10 @@ fn weight(member: &str) -> f32 {
 /// histograms if Envoy answers in text: it would answer 400, because it has them in protobuf only.
 pub(super) fn envoy_query(query: &str, headers: &HeaderMap) -> String {
     const NATIVE: &str = "histogram_buckets=prometheusnative";
-    let is_native = |member: &&str| percent_decode_str(member).eq(NATIVE.bytes());
-    let keeps_native = prefers_protobuf(headers);
-    let members = query.split('&').filter(|member| keeps_native || !is_native(member));
-    let forwarded: Vec<_> = members.collect();
+    let mut forwarded: Vec<_> = query.split('&').collect();
+    if !prefers_protobuf(headers) {
+        forwarded.retain(|member| percent_decode_str(member).ne(NATIVE.bytes()));
+    }
     format!("?{}", forwarded.join("&"))
 }
 
@@ -98,25 +101,37 @@ pub(super) fn accepts_gzip(headers: &HeaderMap) -> bool {
         .any(|member| media_type(member) == "gzip" && !member.ends_with("q=0"))
 }
 
-/// Returns true for a page in gzip. The error is a coding that the agent cannot decode. Other words are ignored,
-/// because some servers name media types and character sets in this header.
-pub(super) fn is_gzip(headers: &HeaderMap) -> Result<bool, String> {
-    let mut is_gzip = false;
+/// The coding of a page.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Coding {
+    Plain,
+    Gzip,
+    /// A coding that the agent cannot decode.
+    Other(String),
+}
+
+/// Reads the coding of a page. Other words are ignored, because some servers name media types and character sets in
+/// this header.
+pub(super) fn coding(headers: &HeaderMap) -> Coding {
+    let mut found = Coding::Plain;
     for coding in list(headers, CONTENT_ENCODING).map(media_type) {
         match &*coding {
-            "gzip" | "x-gzip" => is_gzip = true,
-            "br" | "compress" | "deflate" | "x-compress" | "zstd" => return Err(coding),
+            "gzip" | "x-gzip" => found = Coding::Gzip,
+            "br" | "compress" | "deflate" | "x-compress" | "zstd" => return Coding::Other(coding),
             _ => {}
         }
     }
-    Ok(is_gzip)
+    found
 }
 
 /// Lists the members of a header.
 fn list(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
-    let values = headers.get_all(name).into_iter();
-    let texts = values.filter_map(|value| value.to_str().ok());
-    texts.flat_map(|text| text.split(',')).map(str::trim)
+    headers
+        .get_all(name)
+        .into_iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|text| text.split(','))
+        .map(str::trim)
 }
 
 #[cfg(test)]
@@ -212,8 +227,12 @@ mod tests {
             for value in values {
                 headers.append(CONTENT_ENCODING, HeaderValue::from_static(value));
             }
-            let expected = expected.map_err(str::to_owned);
-            assert_eq!(is_gzip(&headers), expected, "{headers:?}");
+            let expected = match expected {
+                Ok(false) => Coding::Plain,
+                Ok(true) => Coding::Gzip,
+                Err(other) => Coding::Other(str::to_owned(other)),
+            };
+            assert_eq!(coding(&headers), expected, "{headers:?}");
         }
     }
 

@@ -38,7 +38,10 @@ impl Output {
             Self::Plain(page) => page,
             Self::Gzip(page) => page.get_mut(),
         };
-        (written.len() >= MIN_CHUNK).then(|| mem::take(written).into())
+        if written.len() < MIN_CHUNK {
+            return None;
+        }
+        Some(mem::take(written).into())
     }
 
     /// Ends the page, and returns the rest of it.

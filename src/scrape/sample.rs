@@ -54,7 +54,7 @@ impl<'a> Sample<'a> {
                 sample.rest = figures;
             }
         }
-        (!sample.name.is_empty()).then_some(sample)
+        if sample.name.is_empty() { None } else { Some(sample) }
     }
 
     /// Reads the labels up to the closing brace, and returns what follows it. If there is no name yet, a
@@ -69,12 +69,12 @@ impl<'a> Sample<'a> {
         let mut are_known = true;
         let mut rest = skip_blanks(inner, format);
         while !rest.starts_with('}') {
-            let last = known.labels.get(self.labels.len());
-            let name = last.filter(|name| rest.starts_with(name.as_str()));
-            are_known &= name.is_some();
-            let (label, after) = match name {
-                Some(name) => rest.split_at(name.len() - 1),
-                None => split_name(rest, '_')?,
+            let (label, after) = match known.labels.get(self.labels.len()) {
+                Some(name) if rest.starts_with(name.as_str()) => rest.split_at(name.len() - 1),
+                _ => {
+                    are_known = false;
+                    split_name(rest, '_')?
+                }
             };
             let after = skip_blanks(after, format);
             if rest.starts_with('"') && self.name.is_empty() && after.starts_with([',', '}']) {
@@ -98,8 +98,11 @@ impl<'a> Sample<'a> {
             if sorted.windows(2).any(|pair| pair[0] == pair[1]) {
                 return None;
             }
-            let plain = names.filter(|name| name_length(name, '_') == name.len());
-            known.labels = plain.take(64).map(|name| format!("{name}=")).collect();
+            known.labels = names
+                .filter(|name| name_length(name, '_') == name.len())
+                .take(64)
+                .map(|name| format!("{name}="))
+                .collect();
         }
         Some(&rest[1..])
     }
@@ -112,13 +115,14 @@ pub(super) fn split_name(text: &str, more: char) -> Option<(&str, &str)> {
         Some(quoted) => unquote(quoted).filter(|(name, _)| !name.contains('\0'))?,
         None => text.split_at(name_length(text, more)),
     };
-    (!name.is_empty()).then_some((name, rest))
+    if name.is_empty() { None } else { Some((name, rest)) }
 }
 
 /// Returns the length of the first line of a text page, in which quotes may have line feeds. None if it has no
 /// end.
 pub(super) fn line_length(page: &[u8]) -> Option<usize> {
-    let (mut is_quoted, mut is_escaped) = (false, false);
+    let mut is_quoted = false;
+    let mut is_escaped = false;
     page.iter().position(|byte| {
         let is_end = *byte == b'\n' && (!is_quoted || is_escaped);
         is_quoted ^= *byte == b'"' && !is_escaped;
@@ -142,8 +146,7 @@ fn are_figures(text: &str, format: Format) -> bool {
     match (text.strip_prefix(' '), format) {
         (Some(value), _) if is_number(value) => true,
         (after, Format::OpenMetrics) => {
-            let figures = after.and_then(|text| text.split_once(' '));
-            figures.is_some_and(|(value, time)| {
+            after.and_then(|text| text.split_once(' ')).is_some_and(|(value, time)| {
                 is_number(value) && time.parse().is_ok_and(f64::is_finite)
             })
         }
@@ -169,11 +172,10 @@ fn is_number(text: &str) -> bool {
 }
 
 fn name_length(text: &str, more: char) -> usize {
-    let is_part = |part: char| part.is_ascii_alphanumeric() || part == '_' || part == more;
     if text.starts_with(|first: char| first.is_ascii_digit()) {
         return 0;
     }
-    text.find(|part| !is_part(part)).unwrap_or(text.len())
+    text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != more).unwrap_or(text.len())
 }
 
 /// Splits a text at its closing quote.

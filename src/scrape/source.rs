@@ -14,7 +14,7 @@ use http::{HeaderMap, Request, Response, StatusCode};
 use tokio::task::coop::consume_budget;
 
 use super::format::{Format, content_type};
-use super::negotiate::is_gzip;
+use super::negotiate::{Coding, coding};
 use super::targets::Target;
 use super::tls;
 use crate::net::http_client::{self, Body, Client};
@@ -94,10 +94,8 @@ impl Source {
         // Paths are checked with the configuration, and queries by the status port.
         *request.uri_mut() = uri.parse().unwrap_or_default();
         *request.headers_mut() = headers;
-        let response = async move {
-            let client = client.await.map_err(unusable)?;
-            client.send(request).await.map_err(broken)
-        };
+        let response =
+            async move { client.await.map_err(unusable)?.send(request).await.map_err(broken) };
         let path = path.split_once('?').map_or(path.as_str(), |(path, _)| path);
         Self {
             origin,
@@ -119,14 +117,13 @@ impl Source {
     }
 
     pub(super) fn format(&self) -> Format {
-        let format = self.content_type.map(Format::from_content_type);
-        format.unwrap_or_default()
+        self.content_type.map(Format::from_content_type).unwrap_or_default()
     }
 
     /// Ends the page early, for the reason given. The caller logs and counts it.
     pub(super) fn fail(&mut self, code: &'static Code, found: impl ToString) {
-        let (origin, address) = (self.origin.name(), &self.address);
-        let subject = format!("failed scraping {origin} metrics from {address}");
+        let origin = self.origin.name();
+        let subject = format!("failed scraping {origin} metrics from {}", self.address);
         let problem = Problem::new(code, subject, found);
         self.failure = Some(match self.origin {
             Origin::Envoy if code != codes::SCRAPE_LATE => problem.remedy(ENVOY_REMEDY),
@@ -150,13 +147,17 @@ impl Source {
     fn take_response(&mut self, response: Response<Body>) -> Result<(), Failure> {
         let (head, body) = response.into_parts();
         if head.status != StatusCode::OK {
-            let found = format!("status {}, expected 200", head.status);
-            return Err((codes::SCRAPE_FAILED, found));
+            return Err((codes::SCRAPE_FAILED, format!("status {}, expected 200", head.status)));
         }
-        let encoding = |found| invalid(format!("encoding {found:?}, expected gzip or none"));
-        if is_gzip(&head.headers).map_err(encoding)? {
-            self.gzip = Some(MultiGzDecoder::new(Vec::new()));
-            self.limit = self.limit.min(MAX_DECODED);
+        match coding(&head.headers) {
+            Coding::Plain => {}
+            Coding::Gzip => {
+                self.gzip = Some(MultiGzDecoder::new(Vec::new()));
+                self.limit = self.limit.min(MAX_DECODED);
+            }
+            Coding::Other(found) => {
+                return Err(invalid(format!("encoding {found:?}, expected gzip or none")));
+            }
         }
         self.remaining = self.limit;
         self.content_type = Some(content_type(head.headers.get(CONTENT_TYPE)));
@@ -170,11 +171,13 @@ impl Source {
         if self.failure.is_some() {
             return None;
         }
-        let read = self.read().await;
-        let mut chunk = read.unwrap_or_else(|(code, found)| {
-            self.fail(code, found);
-            None
-        })?;
+        let mut chunk = match self.read().await {
+            Ok(chunk) => chunk?,
+            Err((code, found)) => {
+                self.fail(code, found);
+                return None;
+            }
+        };
         if self.remaining == self.limit
             && self.format() != Format::Protobuf
             && chunk.trim_ascii_start().starts_with(b"<")
@@ -198,8 +201,7 @@ impl Source {
             return Ok(None);
         };
         if self.encoded.is_empty() {
-            let next = body.chunk().await.transpose().map_err(broken)?;
-            match next {
+            match body.chunk().await.transpose().map_err(broken)? {
                 Some(chunk) => self.encoded = chunk,
                 None => self.body = None,
             }
@@ -207,8 +209,8 @@ impl Source {
         let Some(gzip) = &mut self.gzip else {
             return Ok(Some(mem::take(&mut self.encoded)));
         };
-        let length = self.encoded.len().min(MAX_ENCODED);
-        gzip.write_all(&self.encoded.split_to(length)).map_err(not_gzip)?;
+        let encoded = self.encoded.split_to(self.encoded.len().min(MAX_ENCODED));
+        gzip.write_all(&encoded).map_err(not_gzip)?;
         if self.body.is_none() {
             gzip.try_finish().map_err(not_gzip)?;
         }

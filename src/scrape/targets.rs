@@ -2,7 +2,6 @@
 //!
 //! Without a list of targets, port and path are a single target.
 
-use std::num::NonZero;
 use std::sync::Arc;
 
 use serde::Deserialize;
@@ -42,11 +41,22 @@ struct Entry {
     path: String,
 }
 
+/// The reason why the list cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Invalid {
+    #[error("expected a JSON object of scrape, port, path and targets, all text: {0}")]
+    Json(#[from] serde_json::Error),
+    #[error("port {0:?} is not a number from 1 to 65535")]
+    Port(String),
+    #[error("port {0} is the agent's own status port")]
+    Own(u16),
+    #[error("port {0} is reserved for Envoy and the agent")]
+    Reserved(u16),
+}
+
 /// Reads `ISTIO_PROMETHEUS_ANNOTATIONS`.
-pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, String> {
-    let annotations: Option<Annotations> = json::read(text).map_err(|error| {
-        format!("expected a JSON object of scrape, port, path and targets, all text: {error}")
-    })?;
+pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, Invalid> {
+    let annotations: Option<Annotations> = json::read(text)?;
     let Annotations { scrape, mut single, mut targets } = annotations.unwrap_or_default();
     if scrape == "false" {
         return Ok(Vec::new());
@@ -57,20 +67,16 @@ pub fn parse(text: &str, status_port: u16) -> Result<Vec<Target>, String> {
         }
         targets.push(single);
     }
-    let checked = targets.iter().map(|target| check(target, status_port));
-    checked.collect()
+    targets.iter().map(|target| check(target, status_port)).collect()
 }
 
-fn check(target: &Entry, status_port: u16) -> Result<Target, String> {
-    let number = target.port.parse::<NonZero<u16>>();
-    let invalid = |_| format!("port {:?} is not a number from 1 to 65535", target.port);
-    let port = number.map_err(invalid)?.get();
-    if port == status_port {
-        return Err(format!("port {port} is the agent's own status port"));
-    }
-    if RESERVED.contains(&port) {
-        return Err(format!("port {port} is reserved for Envoy and the agent"));
-    }
+fn check(target: &Entry, status_port: u16) -> Result<Target, Invalid> {
+    let port = match target.port.parse() {
+        Err(_) | Ok(0) => return Err(Invalid::Port(target.port.clone())),
+        Ok(port) if port == status_port => return Err(Invalid::Own(port)),
+        Ok(port) if RESERVED.contains(&port) => return Err(Invalid::Reserved(port)),
+        Ok(port) => port,
+    };
     let path = match target.path.as_str() {
         "" => DEFAULT_PATH.to_owned(),
         path if path.starts_with('/') => escaped(path),
@@ -124,7 +130,7 @@ mod tests {
             (r#"{"targets":[{"port":"1"},{"port":"015090"}]}"#, "port 15090 is reserved"),
             (r#"{"targets":[{}]}"#, "port \"\""),
         ] {
-            let error = parse(json, 15099).expect_err(json);
+            let error = parse(json, 15099).expect_err(json).to_string();
             assert!(error.contains(expected), "{json}: {error}");
         }
     }

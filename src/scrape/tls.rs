@@ -69,19 +69,24 @@ pub(super) enum Error {
 #[derive(Clone, Default)]
 pub(super) struct Clients(Arc<Mutex<HashMap<u16, (Contents, Client)>>>);
 
+/// The reason why the setting cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Invalid {
+    #[error("expected a JSON object of ports, with objects of caFile, certFile and keyFile: {0}")]
+    Json(#[from] serde_json::Error),
+    #[error("port {0}: expected both of certFile and keyFile")]
+    Half(u16),
+}
+
 /// Reads `ISTIO_AGENT_SCRAPE_TLS`: the files by port.
-pub fn parse(text: &str) -> Result<BTreeMap<u16, Files>, String> {
-    let parsed: Option<BTreeMap<u16, Files>> = json::read(text).map_err(|error| {
-        format!(
-            "expected a JSON object of ports, with objects of caFile, certFile and keyFile: {error}"
-        )
-    })?;
-    let parsed = parsed.unwrap_or_default();
-    let is_half = |files: &Files| files.cert_file.is_some() != files.key_file.is_some();
-    match parsed.iter().find(|(_, files)| is_half(files)) {
-        Some((port, _)) => Err(format!("port {port}: expected both of certFile and keyFile")),
-        None => Ok(parsed),
+pub fn parse(text: &str) -> Result<BTreeMap<u16, Files>, Invalid> {
+    let parsed: BTreeMap<u16, Files> = json::read::<Option<_>>(text)?.unwrap_or_default();
+    for (port, files) in &parsed {
+        if files.cert_file.is_some() != files.key_file.is_some() {
+            return Err(Invalid::Half(*port));
+        }
     }
+    Ok(parsed)
 }
 
 impl Clients {

@@ -189,9 +189,10 @@ impl Copier {
             ..Sample::default()
         };
         sample.labels.sort_unstable();
-        let are_unique = sample.labels.windows(2).all(|pair| pair[0].0 != pair[1].0);
-        let is_named = |label: &(&str, &str)| !label.0.is_empty() && label.0 != "__name__";
-        if !are_unique || self.family.name().is_empty() || !sample.labels.iter().all(is_named) {
+        if self.family.name().is_empty()
+            || sample.labels.iter().any(|(name, _)| ["", "__name__"].contains(name))
+            || sample.labels.windows(2).any(|pair| pair[0].0 == pair[1].0)
+        {
             return None;
         }
         let is_known_name = seen.record_sample_name(&name);

@@ -102,13 +102,15 @@ impl Families {
             self.begin_family(current);
         }
         let figures = figures(sample.rest, format);
-        let step = matches!(role, Some(Role::Step(_))).then(|| step_label(kind));
-        let labels = sample.labels.iter().filter(|(name, _)| Some(*name) != step);
-        let mut labels: Labels =
-            labels.map(|(name, value)| ((*name).to_owned(), unescaped(value))).collect();
+        let is_step = matches!(role, Some(Role::Step(_)));
+        let mut labels: Labels = sample
+            .labels
+            .iter()
+            .filter(|(name, _)| !is_step || *name != step_label(kind))
+            .map(|(name, value)| ((*name).to_owned(), unescaped(value)))
+            .collect();
         let Some(role) = role else {
-            let metric = single(kind, labels, figures);
-            return self.write_metric(&metric);
+            return self.write_metric(&single(kind, labels, figures));
         };
         labels.sort_unstable();
         // A metric whose samples still arrive stays together.
@@ -129,16 +131,14 @@ impl Families {
     /// Returns the type that a sample's family has, and the sample's role if it is a part of a metric.
     fn place(&self, sample: &Sample<'_>) -> (Kind, Option<Role>) {
         let (name, kind) = &self.declared;
-        let suffix = sample.name.strip_prefix(name.as_str());
-        let step = || {
-            let mut labels = sample.labels.iter();
-            let label = labels.find(|(name, _)| *name == step_label(*kind));
-            label.map(|(_, value)| Role::Step(unescaped(value)))
-        };
-        let role = match (kind, suffix) {
+        let role = match (kind, sample.name.strip_prefix(name.as_str())) {
             (Kind::Histogram | Kind::Summary, Some("_count")) => Some(Role::Count),
             (Kind::Histogram | Kind::Summary, Some("_sum")) => Some(Role::Sum),
-            (Kind::Histogram, Some("_bucket")) | (Kind::Summary, Some("")) => step(),
+            (Kind::Histogram, Some("_bucket")) | (Kind::Summary, Some("")) => sample
+                .labels
+                .iter()
+                .find(|(name, _)| *name == step_label(*kind))
+                .map(|(_, value)| Role::Step(unescaped(value))),
             (Kind::Counter | Kind::Gauge, Some("")) => return (*kind, None),
             _ => None,
         };
@@ -147,11 +147,16 @@ impl Families {
 
     fn begin_family(&mut self, current: (String, Kind)) {
         let (name, kind) = &current;
-        let (family, help) = &self.help;
         let family = MetricFamily {
-            // In OpenMetrics, the HELP line of a counter lacks the end of the name.
-            help: (name.strip_suffix("_total").unwrap_or(name) == family || name == family)
-                .then(|| help.clone()),
+            help: match &self.help {
+                // In OpenMetrics, the HELP line of a counter lacks the end of the name.
+                (family, help)
+                    if name == family || name.strip_suffix("_total") == Some(family.as_str()) =>
+                {
+                    Some(help.clone())
+                }
+                _ => None,
+            },
             name: Some(name.clone()),
             r#type: Some(i32::from(match kind {
                 Kind::Counter => MetricType::Counter,
@@ -237,7 +242,9 @@ fn single(kind: Kind, labels: Labels, figures: Figures) -> Metric {
 /// it than of these parts.
 fn assemble(kind: Kind, parts: &[Part]) -> Option<Metric> {
     let time = parts.first()?.figures.time;
-    let (mut count, mut sum, mut steps) = (None, None, Vec::new());
+    let mut count = None;
+    let mut sum = None;
+    let mut steps = Vec::new();
     for Part { role, figures } in parts {
         let earlier = match role {
             Role::Count => count.replace(figures.value),
@@ -255,14 +262,17 @@ fn assemble(kind: Kind, parts: &[Part]) -> Option<Metric> {
     if steps.windows(2).any(|pair| pair[0].0 == pair[1].0) {
         return None;
     }
-    let (sample_count, sample_sum) = (Some(whole(count?)?), Some(sum?));
+    let sample_count = Some(whole(count?)?);
+    let sample_sum = Some(sum?);
     let mut metric = Metric { timestamp_ms: time, ..Metric::default() };
     if kind == Kind::Summary {
-        let quantile = steps.iter().map(|(quantile, figures)| Quantile {
-            quantile: Some(*quantile),
-            value: Some(figures.value),
-        });
-        let quantile = quantile.collect();
+        let quantile = steps
+            .iter()
+            .map(|(quantile, figures)| Quantile {
+                quantile: Some(*quantile),
+                value: Some(figures.value),
+            })
+            .collect();
         metric.summary = Some(Summary { sample_count, sample_sum, quantile, ..Summary::default() });
         return Some(metric);
     }
@@ -284,14 +294,18 @@ fn assemble(kind: Kind, parts: &[Part]) -> Option<Metric> {
 }
 
 fn whole(value: f64) -> Option<u64> {
-    let is_whole = value.fract() == 0.0 && (0.0..MAX_WHOLE).contains(&value);
+    if value.fract() != 0.0 || !(0.0..MAX_WHOLE).contains(&value) {
+        return None;
+    }
     // The conversion is exact.
-    is_whole.then_some(value as u64)
+    Some(value as u64)
 }
 
 fn pairs(labels: Labels) -> Vec<LabelPair> {
-    let pair = |(name, value)| LabelPair { name: Some(name), value: Some(value) };
-    labels.into_iter().map(pair).collect()
+    labels
+        .into_iter()
+        .map(|(name, value)| LabelPair { name: Some(name), value: Some(value) })
+        .collect()
 }
 
 /// Reads value, time and exemplar, which [`Sample`] has checked.
@@ -308,8 +322,7 @@ fn read_exemplar(text: &str) -> Option<Exemplar> {
     let line = format!("exemplar{}", text.trim_start());
     let sample = Sample::parse(&line, Format::OpenMetrics, &mut Names::default())?;
     let (value, time) = value_and_time(sample.rest, Format::OpenMetrics);
-    let labels = sample.labels.iter();
-    let labels = labels.map(|(name, value)| ((*name).to_owned(), unescaped(value)));
+    let labels = sample.labels.iter().map(|(name, value)| ((*name).to_owned(), unescaped(value)));
     let timestamp = time.map(|milliseconds| Timestamp {
         seconds: milliseconds.div_euclid(1000),
         // It is less than a second.

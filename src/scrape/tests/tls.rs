@@ -156,6 +156,6 @@ fn files_are_given_by_port() {
         ("[]", "expected a JSON object"),
     ] {
         let error = tls::parse(text).expect_err(text);
-        assert!(error.contains(expected), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
     }
 }
