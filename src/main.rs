@@ -22,8 +22,8 @@ use istio_agent::{logging, preflight, proxy_config};
 fn main() -> std::process::ExitCode {
     #[cfg(target_env = "gnu")]
     limit_malloc();
-    let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
-    let words: Vec<_> = words.collect();
+    let words: Vec<_> =
+        std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     let prints_data = cli::prints_data(&words);
     let result = match cli::parse(words) {
         Ok(line) => run(line),
@@ -71,9 +71,8 @@ const DONE: (String, ExitCode) = (String::new(), ExitCode::Success);
 fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
     let Cli { log, command, .. } = line.cli;
     let environment = Environment::from_process();
-    let success = |text: String| (text, ExitCode::Success);
-    let is_report = matches!(command, Some(Command::Doctor(_) | Command::Preflight(_)));
-    let has_colours = is_report && cli::has_colours(&environment);
+    let has_colours = matches!(command, Some(Command::Doctor(_) | Command::Preflight(_)))
+        && cli::has_colours(&environment);
     let (text, code) = match command {
         None => success(cli::help()),
         Some(Command::Proxy(flags)) => {
@@ -90,7 +89,8 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
             block_on(doctor::run(&flags, &log, &environment))?
         }
         Some(Command::Preflight(flags)) => {
-            let (level, is_json) = (flags.level, flags.format.is_json());
+            let level = flags.level;
+            let is_json = flags.format.is_json();
             let work = async {
                 tokio::task::spawn_blocking(move || preflight::report(&flags.read()?)).await
             };
@@ -104,8 +104,7 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
         Some(Command::Scope(flags)) => success(block_on(scope::run(&flags, &environment))??),
         Some(Command::SupportBundle(flags)) => {
             let to = support_bundle::open(&flags)?;
-            let run = support_bundle::run(&flags, &log, &line.flags, &environment, to);
-            block_on(run)??;
+            block_on(support_bundle::run(&flags, &log, &line.flags, &environment, to))??;
             DONE
         }
         Some(Command::Debug(flags)) => {
@@ -114,18 +113,19 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
             DONE
         }
         Some(Command::Request(flags)) => {
-            let mut output = io::stdout();
-            let run = request::run(&flags, &environment, ".".as_ref(), &mut output);
-            block_on(run)??;
+            block_on(request::run(&flags, &environment, ".".as_ref(), &mut io::stdout()))??;
             DONE
         }
         Some(Command::Standby) => {
             logging::init(log.options()?)?;
-            let envoy = |record: &Record| envoy_program(record, &environment);
-            let check = |record: &Record| self_check(record, &environment);
+            let waiting = standby::wait::run(
+                &environment,
+                |record| envoy_program(record, &environment),
+                |record| self_check(record, &environment),
+            );
             let next = block_on(async {
                 tokio::select! {
-                    next = standby::wait::run(&environment, envoy, check) => next,
+                    next = waiting => next,
                     never = free_memory() => match never {},
                 }
             })?;
@@ -144,15 +144,21 @@ fn run(line: ParsedLine) -> Result<ExitCode, BoxError> {
         Some(command @ (Command::Iptables(_) | Command::CleanIptables(_))) => {
             logging::init(log.options()?)?;
             let is_cleanup = matches!(command, Command::CleanIptables(_));
-            let captured = block_on(iptables::run(&line.flags, is_cleanup, &environment))?;
-            captured.unwrap_or_else(|error| {
-                fail(error.as_ref(), false);
-                (String::new(), iptables::exit_code(&error))
-            })
+            match block_on(iptables::run(&line.flags, is_cleanup, &environment))? {
+                Ok(captured) => captured,
+                Err(error) => {
+                    fail(error.as_ref(), false);
+                    (String::new(), iptables::exit_code(&error))
+                }
+            }
         }
     };
     print(&text, has_colours)?;
     Ok(code)
+}
+
+fn success(text: String) -> (String, ExitCode) {
+    (text, ExitCode::Success)
 }
 
 fn proxy(
@@ -165,23 +171,25 @@ fn proxy(
     version::announce(&environment)?;
     let envoy = config::proxy_config(&flags, &environment, ".".as_ref()).binary_path;
     let pair = block_on(Pair::enter(&environment, envoy.as_ref()))??;
-    let sources = Arc::new((flags, log, all, environment));
-    let report_sources = sources.clone();
-    let load = move || {
-        let (flags, log, _, environment) = &*sources;
-        config::load(flags, log, environment, ".".as_ref())
-    };
-    let report = move || {
-        let (flags, log, all, environment) = &*report_sources;
-        config::report::report(flags, log, all, environment, ".".as_ref()).json()
-    };
-    let mut config = load().map_err(config::Unusable)?;
+    let mut config =
+        config::load(&flags, &log, &environment, ".".as_ref()).map_err(config::Unusable)?;
     config.announce();
     config.ignored.extend(unknown);
-    let (load, report) = (Arc::new(load), Arc::new(report));
+    let sources = Arc::new((flags, log, all, environment));
+    let report_sources = sources.clone();
+    let settings = Settings {
+        load: Arc::new(move || {
+            let (flags, log, _, environment) = &*sources;
+            config::load(flags, log, environment, ".".as_ref())
+        }),
+        report: Arc::new(move || {
+            let (flags, log, all, environment) = &*report_sources;
+            config::report::report(flags, log, all, environment, ".".as_ref()).json()
+        }),
+    };
     block_on(async {
         tokio::select! {
-            ended = agent::run(config, Settings { load, report }, pair) => ended,
+            ended = agent::run(config, settings, pair) => ended,
             never = free_memory() => match never {},
         }
     })?
@@ -215,7 +223,10 @@ fn self_check(record: &Record, own: &Environment) -> Result<(), String> {
         Ok(config) => config.istiod.credentials_problem(),
         Err(problems) => problems.into_iter().next(),
     };
-    problem.map_or(Ok(()), |problem| Err(format!("{}: {}", problem.subject, problem.found)))
+    match problem {
+        Some(problem) => Err(format!("{}: {}", problem.subject, problem.found)),
+        None => Ok(()),
+    }
 }
 
 /// Runs a future on this thread, because the parent-death signal ends Envoy with the thread that started it.
@@ -233,9 +244,11 @@ fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
 
 /// Prints the lines of a text, with coloured levels if it is a report. The last one may lack its line feed.
 fn print(text: &str, has_colours: bool) -> Result<(), BoxError> {
-    let lines = text.lines().map(logging::printable);
-    let mut lines = lines.map(|line| if has_colours { cli::coloured(&line) } else { line });
-    cli::ignore_closed_pipe(lines.try_for_each(|line| writeln!(io::stdout(), "{line}")))?;
+    let printed = text.lines().map(logging::printable).try_for_each(|line| {
+        let line = if has_colours { cli::coloured(&line) } else { line };
+        writeln!(io::stdout(), "{line}")
+    });
+    cli::ignore_closed_pipe(printed)?;
     Ok(())
 }
 

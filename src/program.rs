@@ -2,6 +2,7 @@
 //! message of the program; [`run_with_stderr`] returns both outputs and the status.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::process::{Output, Stdio};
 use std::time::Duration;
@@ -46,10 +47,8 @@ pub async fn run_with_stderr(
     input: &str,
     limit: Duration,
 ) -> io::Result<Output> {
-    let execution = execute(program.as_ref(), arguments, input);
-    timeout(limit, execution).await.unwrap_or_else(|_| {
-        let late = format!("did not end within {} s", limit.as_secs());
-        Err(io::Error::other(late))
+    timeout(limit, execute(program.as_ref(), arguments, input)).await.unwrap_or_else(|_| {
+        Err(io::Error::other(format!("did not end within {} s", limit.as_secs())))
     })
 }
 
@@ -63,10 +62,8 @@ async fn execute(program: &OsStr, arguments: &[&str], input: &str) -> io::Result
         .kill_on_drop(true)
         .spawn()
         .map_err(|error| io::Error::new(error.kind(), format!("cannot be run: {error}")))?;
-    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr))?;
-    let status = child.wait().await?;
-    Ok(Output { status, stdout, stderr })
+    let (stdout, stderr) = tokio::try_join!(read(child.stdout.take()), read(child.stderr.take()))?;
+    Ok(Output { status: child.wait().await?, stdout, stderr })
 }
 
 /// Returns what a program printed, or fails with its message.
@@ -83,8 +80,7 @@ fn printed(output: Output) -> io::Result<Vec<u8>> {
 /// Writes the input to a file in memory. A pipe would end early if the agent is killed, and the program would
 /// treat the first part as the complete input.
 fn memory_file(input: &str) -> io::Result<Stdio> {
-    let descriptor = rustix::fs::memfd_create("input", rustix::fs::MemfdFlags::CLOEXEC)?;
-    let mut file = std::fs::File::from(descriptor);
+    let mut file: File = rustix::fs::memfd_create("input", rustix::fs::MemfdFlags::CLOEXEC)?.into();
     file.write_all(input.as_bytes())?;
     file.rewind()?;
     Ok(file.into())
@@ -95,8 +91,7 @@ async fn read(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     if let Some(pipe) = pipe
         && pipe.take(MAX_OUTPUT + 1).read_to_end(&mut text).await? as u64 > MAX_OUTPUT
     {
-        let error = format!("printed more than {MAX_OUTPUT} bytes");
-        return Err(io::Error::other(error));
+        return Err(io::Error::other(format!("printed more than {MAX_OUTPUT} bytes")));
     }
     Ok(text)
 }

@@ -128,15 +128,13 @@ impl fmt::Display for PodState {
 
 impl Level {
     pub fn name(self) -> String {
-        let value = self.to_possible_value();
-        value.map_or_else(String::new, |it| it.get_name().to_owned())
+        self.to_possible_value().map_or_else(String::new, |it| it.get_name().to_owned())
     }
 }
 
 impl Group {
     pub(crate) fn new(name: &str, checks: Vec<Check>) -> Self {
-        let name = name.to_owned();
-        Self { name, checks }
+        Self { name: name.to_owned(), checks }
     }
 }
 
@@ -181,8 +179,9 @@ impl Check {
 
     /// Returns true if the other finding is only a consequence of this one.
     fn causes(&self, other: &Self) -> bool {
-        let mut rows = FOLLOWS.iter();
-        rows.any(|(causes, consequences)| self.has_code(causes) && other.has_code(consequences))
+        FOLLOWS
+            .iter()
+            .any(|(causes, consequences)| self.has_code(causes) && other.has_code(consequences))
     }
 
     /// Counts the quotation marks: istiod and Envoy quote the names of objects.
@@ -213,24 +212,25 @@ impl Report {
     pub(crate) fn new(node: String, groups: Vec<Group>) -> Self {
         let groups = groups.into_iter().filter(|it| !it.checks.is_empty());
         let mut report = Self { node, groups: groups.collect(), ..Self::default() };
-        let levels = report.checks().map(|it| it.level);
-        report.level = levels.max().unwrap_or_default();
+        report.level = report.checks().map(|it| it.level).max().unwrap_or_default();
         report
     }
 
     /// Adds verdict and remedy. The problem `unexplained` is added if no check is an error.
     #[must_use]
     pub fn judged(mut self, state: &PodState, unexplained: Option<&Problem>) -> Self {
-        if let Some(problem) = unexplained.filter(|_| self.level < Level::Error) {
-            let check = Check::from(problem);
-            self.groups.push(Group::new("readiness", vec![check]));
+        if let Some(problem) = unexplained
+            && self.level < Level::Error
+        {
+            self.groups.push(Group::new("readiness", vec![Check::from(problem)]));
             self.level = Level::Error;
         }
         let findings = self.findings();
         // A problem that has to be solved in other pods may be the reason why requests fail.
-        let is_note = |check: &&Check| check.level == Level::Ok && !check.code.is_empty();
+        let note = self.checks().find(|it| it.level == Level::Ok && !it.code.is_empty());
         (self.verdict, self.remedy) = if let Some(first) = findings.first() {
-            let (name, text) = (first.level.name(), first.line(["", ""]));
+            let name = first.level.name();
+            let text = first.line(["", ""]);
             let worst = findings.iter().filter(|it| it.level == first.level);
             let count = match (state, worst.count()) {
                 (PodState::Ready, 1) => format!(", with 1 {name}"),
@@ -238,10 +238,12 @@ impl Report {
                 _ => String::new(),
             };
             (format!("{state}{count}: {text}"), first.remedy.clone())
-        } else if let Some(note) = self.checks().find(is_note) {
-            let (remedy, text) = (&note.remedy, note.line(["", ""]));
-            let verdict = format!("{state}: no problem found in this pod; {text}");
-            (verdict, format!("{remedy}; otherwise {NEXT_STEPS}"))
+        } else if let Some(note) = note {
+            let text = note.line(["", ""]);
+            (
+                format!("{state}: no problem found in this pod; {text}"),
+                format!("{}; otherwise {NEXT_STEPS}", note.remedy),
+            )
         } else {
             (format!("{state}: no problem found"), NEXT_STEPS.to_owned())
         };
@@ -259,12 +261,13 @@ impl Report {
         all.sort_by_key(|check| Reverse(check.level));
         let mut findings: Vec<Check> = Vec::new();
         for check in &all {
-            let mut causes = all.iter().take_while(|it| it.level >= check.level);
-            let mut known = findings.iter_mut().filter(|_| !check.code.is_empty());
-            if causes.any(|it| it.causes(check)) {
+            if all.iter().take_while(|it| it.level >= check.level).any(|it| it.causes(check)) {
                 continue;
             }
-            match known.find(|it| (&it.code, &it.name) == (&check.code, &check.name)) {
+            let known = findings
+                .iter_mut()
+                .find(|it| !it.code.is_empty() && it.code == check.code && it.name == check.name);
+            match known {
                 None => findings.push(Check::clone(check)),
                 Some(known) if check.quotes() > known.quotes() => {
                     *known = Check { level: known.level, ..Check::clone(check) };
@@ -278,8 +281,8 @@ impl Report {
     /// Formats verdict, remedy and findings, or `all` checks, in lines of at most `width` characters.
     pub fn text(&self, all: bool, width: usize) -> String {
         let findings = self.findings();
-        let remedy = format!("what to do: {}", self.remedy);
-        let mut lines = vec![self.verdict.clone(), remedy, self.node.clone()];
+        let mut lines =
+            vec![self.verdict.clone(), format!("what to do: {}", self.remedy), self.node.clone()];
         if all {
             for group in &self.groups {
                 lines.push(group.name.clone());
@@ -304,7 +307,8 @@ impl Report {
 
 /// Breaks a line at spaces, or inside a word that is too long, and indents the following lines.
 fn wrapped(line: &str, width: usize) -> String {
-    let (mut text, mut rest) = (String::new(), printable(line));
+    let mut text = String::new();
+    let mut rest = printable(line);
     while let Some((end, _)) = rest.char_indices().nth(width) {
         let space = rest[..end].rfind(' ').filter(|at| *at > INDENT.len());
         let (line, more) = rest.split_at(space.unwrap_or(end));

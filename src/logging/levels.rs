@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem, codes};
 use crate::runtime::duration::rounded;
 
 /// The target of lines about changes of levels, which are logged at any level.
@@ -52,12 +52,13 @@ impl Levels {
     /// Reads `--log_output_level`. Later entries win. Unknown scopes are ignored.
     pub fn parse(flag: &str) -> Result<Self, Problem> {
         let mut levels = Self::default();
-        let entries = flag.split(',').map(str::trim);
-        for entry in entries.filter(|entry| !entry.is_empty()) {
+        for entry in flag.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
             let (scope, word) = entry.split_once(':').unwrap_or((DEFAULT, entry));
-            let expected = "scope:level with a level of debug, info, warn, error, fatal or none";
-            let invalid = || Problem::value(codes::ARGUMENT_INVALID, "log level", entry, expected);
-            let level = level(word).ok_or_else(invalid)?;
+            let level = level(word).ok_or_else(|| {
+                let expected =
+                    "scope:level with a level of debug, info, warn, error, fatal or none";
+                Problem::value(codes::ARGUMENT_INVALID, "log level", entry, expected)
+            })?;
             for (name, current) in levels.scopes.get_mut() {
                 if *name == scope || scope == "all" {
                     current.lasting = level;
@@ -68,41 +69,41 @@ impl Levels {
     }
 
     pub(super) fn get(&self, scope: &str) -> LevelFilter {
-        let scopes = self.scopes.read();
-        scopes.get(scope).map_or(LevelFilter::OFF, Level::current)
+        self.scopes.read().get(scope).map_or(LevelFilter::OFF, Level::current)
     }
 
     pub(super) fn max_level(&self) -> LevelFilter {
-        let scopes = self.scopes.read();
-        let levels = scopes.values().map(Level::current);
-        levels.max().unwrap_or(LevelFilter::OFF)
+        self.scopes.read().values().map(Level::current).max().unwrap_or(LevelFilter::OFF)
     }
 
     /// Lists the scopes with their levels; a temporary level also with the time left, and the level after it.
     pub fn scopes(&self) -> Vec<Value> {
-        let now = Instant::now();
-        let scopes = self.scopes.read();
-        let shown = scopes.iter().map(|(scope, level)| {
+        let mut shown = Vec::new();
+        for (scope, level) in &*self.scopes.read() {
             let mut members = json!({ "scope": scope, "level": name(level.current()) });
             if let Some((_, end)) = level.temporary {
-                let left = end.saturating_duration_since(now).as_secs_f64().round();
-                members["seconds_left"] = left.into();
+                let left = end.saturating_duration_since(Instant::now());
+                members["seconds_left"] = left.as_secs_f64().round().into();
                 members["lasting_level"] = name(level.lasting).into();
             }
-            members
-        });
-        shown.collect()
+            shown.push(members);
+        }
+        shown
     }
 
     /// Names the scopes whose errors are not logged, except [`LIBRARIES`], which is off unless it is raised.
     pub fn silent(&self) -> Option<Problem> {
-        let scopes = self.scopes.read();
-        let silent = scopes
-            .iter()
-            .filter(|(scope, level)| level.current() == LevelFilter::OFF && **scope != LIBRARIES);
-        let names: Vec<_> = silent.map(|(scope, _)| *scope).collect();
+        let mut names = Vec::new();
+        for (scope, level) in &*self.scopes.read() {
+            if level.current() == LevelFilter::OFF && *scope != LIBRARIES {
+                names.push(*scope);
+            }
+        }
+        if names.is_empty() {
+            return None;
+        }
         let found = format!("none for {}", names.join(", "));
-        (!names.is_empty()).then(|| Problem::new(codes::LOG_SILENT, "log level", found))
+        Some(Problem::new(codes::LOG_SILENT, "log level", found))
     }
 
     /// Logs the change, then sets the level of a scope, or of all. With a `period`, [`Self::expire`] ends it.
@@ -113,23 +114,23 @@ impl Levels {
         word: &str,
         period: Option<Duration>,
     ) -> Result<(), Problem> {
-        let (code, expected) = (codes::ARGUMENT_INVALID, "debug, info, warn or error");
-        let audible = level(word).filter(|level| *level != LevelFilter::OFF);
-        let level = audible.ok_or_else(|| Problem::value(code, "the level", word, expected))?;
-        let is_selected = |name: &str| scope.is_none_or(|scope| scope == name);
+        const CODE: &Code = codes::ARGUMENT_INVALID;
+        let level = level(word)
+            .filter(|level| *level != LevelFilter::OFF)
+            .ok_or_else(|| Problem::value(CODE, "the level", word, "debug, info, warn or error"))?;
         let named = scope.unwrap_or("all");
-        if !self.scopes.read().keys().any(|name| is_selected(name)) {
-            return Err(Problem::value(code, "the scope", named, "one of the list"));
+        if scope.is_some_and(|scope| !self.scopes.read().contains_key(scope)) {
+            return Err(Problem::value(CODE, "the scope", named, "one of the list"));
         }
         let until = period.map_or_else(String::new, |it| format!(" for {}", rounded(it)));
         tracing::info!(target: CHANGES, "log level of {named} set to {word}{until}");
         for (name, current) in &mut *self.scopes.write() {
-            match period {
-                _ if !is_selected(name) => {}
-                Some(period) => {
-                    current.temporary = Some((level, crate::runtime::clock::after(period)))
-                }
-                None => (current.lasting, current.temporary) = (level, None),
+            if scope.is_some_and(|scope| scope != *name) {
+                continue;
+            }
+            current.temporary = period.map(|it| (level, crate::runtime::clock::after(it)));
+            if period.is_none() {
+                current.lasting = level;
             }
         }
         self.changed.notify_one();
@@ -140,9 +141,9 @@ impl Levels {
     /// Ends temporary levels when their period is over. Never returns.
     pub async fn expire(&self) {
         loop {
-            let end = |level: &Level| level.temporary.map(|(_, end)| end);
-            let first_end = self.scopes.read().values().filter_map(end).min();
-            let Some(end) = first_end else {
+            let next =
+                self.scopes.read().values().filter_map(|level| Some(level.temporary?.1)).min();
+            let Some(end) = next else {
                 self.changed.notified().await;
                 continue;
             };
@@ -161,13 +162,11 @@ impl Levels {
 
 impl Default for Levels {
     fn default() -> Self {
-        let temporary = None;
-        let scopes = SCOPES.split(' ').map(|scope| match scope {
-            LIBRARIES => (scope, LevelFilter::OFF),
-            _ => (scope, LevelFilter::INFO),
+        let scopes = SCOPES.split(' ').map(|scope| {
+            let lasting = if scope == LIBRARIES { LevelFilter::OFF } else { LevelFilter::INFO };
+            (scope, Level { lasting, temporary: None })
         });
-        let levels = scopes.map(|(scope, lasting)| (scope, Level { lasting, temporary }));
-        Self { scopes: RwLock::new(levels.collect()), changed: Notify::new() }
+        Self { scopes: RwLock::new(scopes.collect()), changed: Notify::new() }
     }
 }
 
@@ -192,12 +191,10 @@ pub(super) fn name(level: impl Into<LevelFilter>) -> &'static str {
 }
 
 pub(super) fn scope_of(target: &str) -> &'static str {
-    let ours = ["istio_agent", "pilot_agent"];
-    if ours.contains(&target.split("::").next().unwrap_or(target)) {
-        return DEFAULT;
+    match target.split("::").next() {
+        Some("istio_agent" | "pilot_agent") => DEFAULT,
+        _ => SCOPES.split(' ').find(|scope| *scope == target).unwrap_or(LIBRARIES),
     }
-    let mut scopes = SCOPES.split(' ');
-    scopes.find(|scope| *scope == target).unwrap_or(LIBRARIES)
 }
 
 #[cfg(test)]

@@ -110,16 +110,14 @@ impl Line {
     }
 
     fn text(&self) -> String {
-        let time = timestamp(self.time);
-        let mut line = format!("{time}\t{}\t", name(self.level));
-        let scope = (self.scope != DEFAULT).then_some(self.scope);
-        for column in scope.into_iter().chain(self.caller.as_deref()) {
-            line += column;
-            line.push('\t');
+        let mut line = format!("{}\t{}\t", timestamp(self.time), name(self.level));
+        if self.scope != DEFAULT {
+            line += &format!("{}\t", self.scope);
         }
-        line += &self.content.text('\t');
-        line.push('\n');
-        line
+        if let Some(caller) = &self.caller {
+            line += &format!("{caller}\t");
+        }
+        line + &self.content.text('\t') + "\n"
     }
 
     fn json(&self) -> String {
@@ -166,8 +164,7 @@ pub fn is_interpreted(c: char) -> bool {
 pub(super) fn timestamp(time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let utc = clock::rfc3339(time.max(UNIX_EPOCH));
-    let micros = since.subsec_micros();
-    format!("{}.{micros:06}Z", utc.trim_end_matches('Z'))
+    format!("{}.{:06}Z", utc.trim_end_matches('Z'), since.subsec_micros())
 }
 
 #[cfg(test)]

@@ -73,8 +73,7 @@ pub fn init(options: Options) -> Result<(), Problem> {
     }
     let outputs = targets.iter().map(|target| {
         let file = open(target).map_err(|error| {
-            let error = explained(target.as_ref(), error);
-            let found = format!("cannot open {target}: {error}");
+            let found = format!("cannot open {target}: {}", explained(target.as_ref(), error));
             Problem::new(codes::LOG_TARGET_UNUSABLE, "--log_target", found)
         })?;
         Ok(Output::new(file, options.json))
@@ -111,8 +110,7 @@ struct Lines {
 impl Lines {
     /// Returns file and line of the event, if its scope is configured to have them.
     fn caller(&self, metadata: &Metadata<'_>, scope: &str) -> Option<String> {
-        let mut callers = self.callers.split(',').map(str::trim);
-        callers.find(|name| *name == scope || *name == "all")?;
+        self.callers.split(',').map(str::trim).find(|name| *name == scope || *name == "all")?;
         let file = metadata.file()?;
         // The last directory and the file are enough to find the place, and short enough for a line.
         let start = file.rmatch_indices('/').nth(1).map_or(0, |(slash, _)| slash + 1);

@@ -70,8 +70,11 @@ impl Output {
     }
 
     fn start_writer(&self) -> bool {
-        let (file, json, queue) = (self.file.clone(), self.json, self.queue.clone());
-        let write_queue = move || {
+        let file = self.file.clone();
+        let json = self.json;
+        let queue = self.queue.clone();
+        *WRITERS.0.lock() += 1;
+        let started = std::thread::Builder::new().name("log".to_owned()).spawn(move || {
             loop {
                 let lines = queue.lock().take(json);
                 let Some(lines) = lines else { break };
@@ -80,14 +83,11 @@ impl Output {
             }
             *WRITERS.0.lock() -= 1;
             WRITERS.1.notify_all();
-        };
-        *WRITERS.0.lock() += 1;
-        let thread = std::thread::Builder::new().name("log".to_owned());
-        let is_started = thread.spawn(write_queue).is_ok();
-        if !is_started {
+        });
+        if started.is_err() {
             *WRITERS.0.lock() -= 1;
         }
-        is_started
+        started.is_ok()
     }
 }
 
@@ -111,13 +111,13 @@ impl Queue {
         let dropped = std::mem::take(&mut self.dropped);
         if dropped > 0 {
             let found = format!("{dropped} lines dropped because its reader is too slow");
-            let message = Problem::new(codes::LOG_LINES_DROPPED, "log", found).to_string();
+            let problem = Problem::new(codes::LOG_LINES_DROPPED, "log", found);
             let line = Line {
                 time: SystemTime::now(),
                 level: Level::WARN,
                 scope: DEFAULT,
                 caller: None,
-                content: Content::new(message),
+                content: Content::new(problem.to_string()),
             };
             lines.extend_from_slice(line.format(json).as_bytes());
         }

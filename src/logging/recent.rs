@@ -46,7 +46,9 @@ impl Recent {
         if line.level > Level::WARN {
             return;
         }
-        let (level, scope, time) = (name(line.level), line.scope, timestamp(line.time));
+        let level = name(line.level);
+        let scope = line.scope;
+        let time = timestamp(line.time);
         let message: String = line.content.text(' ').chars().take(MAX_MESSAGE).collect();
         let code = code(&message);
         let mut entries = self.0.lock();
@@ -73,16 +75,19 @@ impl Recent {
 
     /// Returns the entries, the newest first.
     pub(crate) fn entries(&self) -> Vec<Entry> {
-        let entries = self.0.lock();
-        entries.iter().rev().cloned().collect()
+        self.0.lock().iter().rev().cloned().collect()
     }
 }
 
 /// Finds the last code in a message. Labels may follow it.
 fn code(message: &str) -> &'static str {
-    let mut names = message.rsplit('[').map(|part| part.split(']').next());
-    let code = names.find_map(|name| TABLE.iter().find(|code| Some(code.name) == name));
-    code.map_or("", |code| code.name)
+    for part in message.rsplit('[') {
+        let name = part.split(']').next();
+        if let Some(code) = TABLE.iter().find(|code| Some(code.name) == name) {
+            return code.name;
+        }
+    }
+    ""
 }
 
 /// The lines logged last, as text.

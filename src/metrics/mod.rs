@@ -8,7 +8,7 @@ pub(crate) mod process;
 mod text;
 
 use std::collections::BTreeMap;
-use std::fmt::{self, Write};
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -108,8 +108,7 @@ impl Registry {
             counts: (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect(),
             sum: AtomicU64::new(0),
         });
-        let series = Series::Buckets(buckets.clone());
-        match self.register(name, help, Kind::Histogram, &[], series) {
+        match self.register(name, help, Kind::Histogram, &[], Series::Buckets(buckets.clone())) {
             Series::Buckets(buckets) => Histogram(buckets),
             // The name belongs to a family of another kind, so this one is not rendered.
             _ => Histogram(buckets),
@@ -125,8 +124,7 @@ impl Registry {
         labels: &'static [&'static str],
         collect: impl Fn(&mut dyn FnMut(&[&str], f64)) + Send + Sync + 'static,
     ) {
-        let series = Series::Computed(Arc::new(collect));
-        self.register(name, help, kind, labels, series);
+        self.register(name, help, kind, labels, Series::Computed(Arc::new(collect)));
     }
 
     /// Renders the families in the order of their names, each with its series.
@@ -137,9 +135,9 @@ impl Registry {
         for (name, family) in families {
             let series = family.series(name);
             if !series.is_empty() {
-                let (help, kind) = (family.help, family.kind.name());
-                // Writing to a string does not fail.
-                let _ = write!(page, "# HELP {name} {help}\n# TYPE {name} {kind}\n{series}");
+                let help = family.help;
+                let kind = family.kind.name();
+                page += &format!("# HELP {name} {help}\n# TYPE {name} {kind}\n{series}");
             }
         }
         page
@@ -230,16 +228,16 @@ impl Histogram {
     pub fn observe(&self, value: f64) {
         let buckets = &self.0;
         let index = buckets.bounds.partition_point(|bound| *bound < value);
-        let (sum, order) = (&buckets.sum, Ordering::Relaxed);
-        let add = |bits| Some((f64::from_bits(bits) + value).to_bits());
-        let _ = sum.fetch_update(order, order, add); // `add` always returns a value.
+        // It does not fail, because the new value is always given.
+        let _ = buckets.sum.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |bits| {
+            Some((f64::from_bits(bits) + value).to_bits())
+        });
         buckets.counts[index].fetch_add(1, Ordering::Relaxed);
     }
 }
 
 fn cell<const N: usize>(cells: &Cells, values: [&str; N]) -> Arc<Cell> {
-    let values = values.map(str::to_owned).to_vec();
-    cells.lock().entry(values).or_default().clone()
+    cells.lock().entry(values.map(str::to_owned).to_vec()).or_default().clone()
 }
 
 #[cfg(test)]

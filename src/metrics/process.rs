@@ -80,8 +80,7 @@ fn cpu_seconds() -> Option<f64> {
 /// Counts open files, without the descriptor that lists them.
 #[expect(clippy::disallowed_methods, reason = "procfs")]
 fn open_files() -> Option<f64> {
-    let count = fs::read_dir("/proc/self/fd").ok()?.count();
-    Some(count.saturating_sub(1) as f64)
+    Some(fs::read_dir("/proc/self/fd").ok()?.count().saturating_sub(1) as f64)
 }
 
 /// Returns a resource limit. Without one, it is the greatest number, as in Prometheus' clients.
@@ -91,10 +90,8 @@ fn limit(resource: Resource) -> f64 {
 
 /// Reads a size in a `status` file of `/proc`, in bytes.
 pub(crate) fn parse_size(status: &str, name: &str) -> Option<u64> {
-    let mut lines = status.lines();
-    let value = lines.find_map(|line| line.strip_prefix(name))?;
-    let kibibytes: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
+    let value = status.lines().find_map(|line| line.strip_prefix(name))?;
+    value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// Computes the start of a process from its `stat` file and the machine's, in seconds since 1970.
@@ -102,18 +99,16 @@ fn start_time(process: &str, machine: &str) -> Option<f64> {
     // The program's name is in parentheses and may contain any character.
     let (_, fields) = process.rsplit_once(')')?;
     let after_boot: u64 = fields.split_whitespace().nth(19)?.parse().ok()?;
-    let mut lines = machine.lines();
-    let boot_time = lines.find_map(|line| line.strip_prefix("btime "))?;
-    let boot: u64 = boot_time.trim().parse().ok()?;
-    Some(boot as f64 + after_boot as f64 / TICKS)
+    let boot = machine.lines().find_map(|line| line.strip_prefix("btime "))?;
+    Some(boot.trim().parse::<u64>().ok()? as f64 + after_boot as f64 / TICKS)
 }
 
 /// Reads a value of the two `IpExt` lines, which have names and values.
 fn network(netstat: &str, name: &str) -> Option<f64> {
     let mut lines = netstat.lines().filter(|line| line.starts_with("IpExt:"));
-    let (names, values) = (lines.next()?, lines.next()?);
-    let mut pairs = names.split_whitespace().zip(values.split_whitespace());
-    let (_, value) = pairs.find(|(found, _)| *found == name)?;
+    let names = lines.next()?.split_whitespace();
+    let values = lines.next()?.split_whitespace();
+    let (_, value) = names.zip(values).find(|(found, _)| *found == name)?;
     Some(value.parse::<u64>().ok()? as f64)
 }
 

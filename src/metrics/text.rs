@@ -37,18 +37,18 @@ fn format_number(number: f64) -> String {
 impl Cell {
     fn read(&self, kind: Kind) -> Option<f64> {
         let bits = self.bits.load(Ordering::Relaxed);
-        let number = match kind {
-            Kind::Gauge => f64::from_bits(bits),
-            Kind::Counter | Kind::Histogram => bits as f64,
-        };
-        self.is_recorded.load(Ordering::Relaxed).then_some(number)
+        match kind {
+            _ if !self.is_recorded.load(Ordering::Relaxed) => None,
+            Kind::Gauge => Some(f64::from_bits(bits)),
+            Kind::Counter | Kind::Histogram => Some(bits as f64),
+        }
     }
 }
 
 impl Buckets {
     fn write(&self, text: &mut String, name: &str) {
-        let cells = self.counts.iter();
-        let counts: Vec<_> = cells.map(|count| count.load(Ordering::Relaxed)).collect();
+        let counts: Vec<_> =
+            self.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
         let total: u64 = counts.iter().sum();
         if total == 0 {
             return;

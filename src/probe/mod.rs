@@ -116,10 +116,7 @@ impl Client {
         let (code, found) = match timeout_at(end, self.send(probe, headers, end)).await {
             Ok(Ok(outcome)) => return Ok(outcome),
             Ok(Err(error)) => (code(error.as_ref()), with_causes(error.as_ref())),
-            Err(_) => {
-                let limit = rounded(probe.timeout);
-                (codes::PROBE_LATE, format!("no answer within {limit}"))
-            }
+            Err(_) => (codes::PROBE_LATE, format!("no answer within {}", rounded(probe.timeout))),
         };
         Err(Problem::new(code, probe, found))
     }

@@ -32,8 +32,7 @@ pub fn after(wait: Duration) -> Instant {
 
 /// Returns the instant that is `wait` after another, at most [`FAR_AWAY`].
 pub fn later(instant: Instant, wait: Duration) -> Instant {
-    let later = instant.checked_add(wait.min(FAR_AWAY));
-    later.unwrap_or(instant)
+    instant.checked_add(wait.min(FAR_AWAY)).unwrap_or(instant)
 }
 
 /// Waits until an instant, or for ever without one.
@@ -130,8 +129,7 @@ impl Clock {
                 Source::System => {
                     let flags = TimerfdTimerFlags::ABSTIME | TimerfdTimerFlags::CANCEL_ON_SET;
                     let moment = deadline.duration_since(UNIX_EPOCH).unwrap_or_default();
-                    let timer = timer(TimerfdClockId::Realtime, flags, moment);
-                    if timer.await.is_err() {
+                    if timer(TimerfdClockId::Realtime, flags, moment).await.is_err() {
                         // Without a timer (no descriptors left) look again every few seconds: a renewal
                         // then follows a resume within that time.
                         tokio::time::sleep(left.min(Duration::from_secs(4))).await;
@@ -165,8 +163,7 @@ impl Clock {
         match &self.0 {
             Source::System => {
                 let flags = TimerfdTimerFlags::empty();
-                let timer = timer(TimerfdClockId::Boottime, flags, time);
-                if timer.await.is_err() {
+                if timer(TimerfdClockId::Boottime, flags, time).await.is_err() {
                     // Without a timer the time of a suspend is not counted.
                     tokio::time::sleep(time).await;
                 }

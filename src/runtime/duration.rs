@@ -23,8 +23,7 @@ pub fn parse(text: &str) -> Option<Duration> {
 /// Formats a duration for protobuf's JSON: seconds with 0, 3, 6 or 9 decimals.
 pub fn seconds(duration: Duration) -> String {
     // Longer durations than protobuf's are never parsed.
-    let message = prost_types::Duration::try_from(duration).unwrap_or_default();
-    message.to_string()
+    prost_types::Duration::try_from(duration).unwrap_or_default().to_string()
 }
 
 /// Multiplies a duration by a factor. Returns zero if the product is negative or not a number, and the longest
@@ -49,8 +48,7 @@ pub fn rounded_seconds(seconds: f64) -> String {
         return format!("{seconds:.1} s");
     }
     let seconds = seconds as u64;
-    let largest = UNITS.iter().position(|(length, _)| seconds >= *length);
-    let index = largest.unwrap_or_default();
+    let index = UNITS.iter().position(|(length, _)| seconds >= *length).unwrap_or_default();
     let (length, unit) = UNITS[index];
     let mut text = format!("{} {unit}", seconds / length);
     // The second unit is the next smaller one: `1 d 5 s` becomes `1 d`.
@@ -64,8 +62,7 @@ pub fn rounded_seconds(seconds: f64) -> String {
 
 /// Splits off the first number with its unit. Returns the rest, too.
 fn leading_part(text: &str) -> Option<(Duration, &str)> {
-    let digits_end = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
-    let (number, rest) = text.split_at(digits_end);
+    let (number, rest) = text.split_at(text.find(|c: char| !c.is_ascii_digit() && c != '.')?);
     let unit_end = rest.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(rest.len());
     let (unit, rest) = rest.split_at(unit_end);
     let nanos_per_unit: f64 = match unit {
@@ -77,10 +74,13 @@ fn leading_part(text: &str) -> Option<(Duration, &str)> {
         "h" => 3600e9,
         _ => return None,
     };
-    let number: f64 = number.parse().ok()?;
-    let nanos = (number * nanos_per_unit).round();
+    let nanos = (number.parse::<f64>().ok()? * nanos_per_unit).round();
     // Go's longest duration is 2^63 nanoseconds.
-    (nanos < 9.223_372_036_854_776e18).then(|| (Duration::from_nanos(nanos as u64), rest))
+    if nanos < 9.223_372_036_854_776e18 {
+        Some((Duration::from_nanos(nanos as u64), rest))
+    } else {
+        None
+    }
 }
 
 #[cfg(test)]

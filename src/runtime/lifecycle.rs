@@ -23,9 +23,13 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Formats an error and its causes in one line.
 pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    let texts: Vec<_> = causes.map(ToString::to_string).collect();
-    texts.join(": ")
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    text
 }
 
 /// The urgency of stop requests. Each signal makes the request one step more urgent.
@@ -217,10 +221,7 @@ impl Tasks {
     ) where
         E: Into<BoxError>,
     {
-        self.set.spawn(async move {
-            let result = future.await.map_err(Into::into);
-            Ended { name, result }
-        });
+        self.set.spawn(async move { Ended { name, result: future.await.map_err(Into::into) } });
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -43,15 +43,17 @@ impl Config {
     /// Reports when `ready` and `stopping` end, and in each period that the thread of this future is
     /// alive. Never ends.
     pub async fn report(self, ready: impl Future<Output = ()>, stopping: impl Future<Output = ()>) {
-        let period = self.period.unwrap_or(Duration::MAX);
-        let mut alive = tokio::time::interval(period);
+        let mut alive = tokio::time::interval(self.period.unwrap_or(Duration::MAX));
         alive.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut ready, mut stopping) = (pin!(ready), pin!(stopping));
-        let (mut is_ready, mut is_stopping) = (false, false);
+        let mut ready = pin!(ready);
+        let mut stopping = pin!(stopping);
+        let mut is_ready = false;
+        let mut is_stopping = false;
         loop {
             let message = tokio::select! {
                 () = &mut stopping, if !is_stopping => {
-                    (is_ready, is_stopping) = (true, true);
+                    is_ready = true;
+                    is_stopping = true;
                     "STOPPING=1"
                 }
                 () = &mut ready, if !is_ready => {

@@ -48,7 +48,7 @@ pub(crate) fn in_control_group<T>(
         |(controllers, mount, version)| {
             let path = groups.lines().find_map(|line| {
                 let (found, path) = line.split_once(':')?.1.split_once(':')?;
-                (found == controllers).then_some(path.trim_start_matches('/'))
+                if found == controllers { Some(path.trim_start_matches('/')) } else { None }
             })?;
             // The path may be that on the machine, while the container's own group is mounted at the top.
             let top = root.join("sys/fs/cgroup").join(mount);
@@ -64,20 +64,24 @@ pub(crate) fn memory(root: &Path) -> Option<Usage> {
             2 => ("memory.current", "memory.max", "inactive_file "),
             _ => ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file "),
         };
-        let statistics = regular_file::read_kernel(directory.join("memory.stat")).ok()?;
-        let mut lines = statistics.lines();
-        let dropped: u64 = lines.find_map(|line| line.strip_prefix(dropped)?.parse().ok())?;
-        let used = number(&directory.join(used))?.saturating_sub(dropped);
-        let limit = number(&directory.join(limit)).filter(|limit| *limit < UNLIMITED)?;
-        Some(Usage { used, limit })
+        let dropped: u64 = regular_file::read_kernel(directory.join("memory.stat"))
+            .ok()?
+            .lines()
+            .find_map(|line| line.strip_prefix(dropped)?.parse().ok())?;
+        Some(Usage {
+            used: number(&directory.join(used))?.saturating_sub(dropped),
+            limit: number(&directory.join(limit)).filter(|limit| *limit < UNLIMITED)?,
+        })
     })
 }
 
 /// Returns the number of processes and threads of the control group. Returns None without a limit.
 pub(crate) fn tasks(root: &Path) -> Option<Usage> {
     in_control_group(root, "pids", |directory, _| {
-        let used = number(&directory.join("pids.current"))?;
-        Some(Usage { used, limit: number(&directory.join("pids.max"))? })
+        Some(Usage {
+            used: number(&directory.join("pids.current"))?,
+            limit: number(&directory.join("pids.max"))?,
+        })
     })
 }
 
@@ -93,14 +97,18 @@ pub(crate) fn open_files(root: &Path, pid: i32) -> Option<Usage> {
 
 /// Returns the number of local TCP ports in use, of the range for outgoing connections.
 pub(crate) fn local_ports(root: &Path) -> Option<Usage> {
-    let range = regular_file::read_kernel(root.join("proc/sys/net/ipv4/ip_local_port_range"));
-    let range = range.ok()?;
+    let range = root.join("proc/sys/net/ipv4/ip_local_port_range");
+    let range = regular_file::read_kernel(range).ok()?;
     let mut ends = range.split_whitespace().map(str::parse::<u16>);
-    let (first, last) = (ends.next()?.ok()?, ends.next()?.ok()?);
-    let taking = sockets(root).into_iter().filter(|it| !PORTLESS.contains(&it.state));
-    let ports: HashSet<_> = taking.map(|socket| socket.local.port()).collect();
-    let used = ports.iter().filter(|port| (first..=last).contains(port)).count() as u64;
-    Some(Usage { used, limit: u64::from(last.checked_sub(first)?) + 1 })
+    let first = ends.next()?.ok()?;
+    let last = ends.next()?.ok()?;
+    let ports: HashSet<_> = sockets(root)
+        .into_iter()
+        .filter(|socket| !PORTLESS.contains(&socket.state))
+        .map(|socket| socket.local.port())
+        .filter(|port| (first..=last).contains(port))
+        .collect();
+    Some(Usage { used: ports.len() as u64, limit: u64::from(last.checked_sub(first)?) + 1 })
 }
 
 /// A TCP socket of the network namespace.
