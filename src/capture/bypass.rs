@@ -22,27 +22,30 @@ const TAKING: [&str; 7] = ["ACCEPT", "DNAT", "NETMAP", "NFQUEUE", "REDIRECT", "R
 pub fn find(layout: &Layout, family: Family, [pod, peer]: [IpAddr; 2]) -> Vec<Problem> {
     let istio = istio_alone(layout);
     let sender = Sender { user: APPLICATION.into(), group: APPLICATION.into() };
-    let directions = [(None, peer, pod), (Some(sender), pod, peer)];
-    let bypasses = directions.into_iter().filter_map(|(sender, source, destination)| {
-        let packet = |port| Packet {
-            sender: sender.clone(),
+    let mut found = Vec::new();
+    for (sender, source, destination) in [(None, peer, pod), (Some(sender), pod, peer)] {
+        let mut packet = Packet {
+            sender,
             protocol: Protocol::Tcp,
             source: (source, 0).into(),
-            destination: (destination, port).into(),
+            destination: (destination, 0).into(),
             interface: "eth0".to_owned(),
         };
-        ports(layout).find_map(|port| bypass(layout, &istio, &packet(port)))
-    });
-    let mut found: Vec<_> = bypasses.collect();
+        found.extend(ports(layout).find_map(|port| {
+            packet.destination.set_port(port);
+            bypass(layout, &istio, &packet)
+        }));
+    }
     if found.is_empty() {
         // Rules that cannot be simulated. One for loopback addresses belongs to a resolver in the pod.
         let others = find_others(&istio, layout, family).into_iter().map(|other| other.detail);
-        let others = others.filter(|rule| !rule.contains(" -d 127."));
-        let takes = |rule: &String| target(rule).is_some_and(|target| TAKING.contains(&target));
-        found.extend(others.filter(takes).map(|rule| {
-            let found = format!("a rule of others comes before Istio's and may take calls: {rule}");
-            Problem::new(codes::CAPTURE_BYPASSED, SUBJECT, found)
-        }));
+        for rule in others.filter(|rule| !rule.contains(" -d 127.")) {
+            if target(&rule).is_some_and(|target| TAKING.contains(&target)) {
+                let why =
+                    format!("a rule of others comes before Istio's and may take calls: {rule}");
+                found.push(Problem::new(codes::CAPTURE_BYPASSED, SUBJECT, why));
+            }
+        }
     }
     found
 }
@@ -63,7 +66,8 @@ fn ports(layout: &Layout) -> impl Iterator<Item = u16> {
 
 /// Compares where a packet ends with where Istio's rules alone would send it.
 fn bypass(layout: &Layout, istio: &Layout, packet: &Packet) -> Option<Problem> {
-    let (expected, trace) = (simulate(istio, packet).decision, simulate(layout, packet));
+    let expected = simulate(istio, packet).decision;
+    let trace = simulate(layout, packet);
     let (Decision::Redirected(port) | Decision::Tproxied(port)) = expected else {
         return None;
     };
@@ -92,7 +96,7 @@ fn istio_alone(layout: &Layout) -> Layout {
     for (place, entries) in istio.chains.iter_mut().filter(|((_, chain), _)| chain.is_builtin()) {
         entries.retain(|entry| is_istios(layout, *place, entry));
     }
-    let tcp = || vec![Match::Is(Criterion::Protocol(Protocol::Tcp))];
+    let tcp = Match::Is(Criterion::Protocol(Protocol::Tcp));
     for (table, hook, chain) in [
         (Table::Nat, Chain::Prerouting, Chain::Inbound),
         (Table::Mangle, Chain::Prerouting, Chain::Inbound),
@@ -100,9 +104,9 @@ fn istio_alone(layout: &Layout) -> Layout {
     ] {
         let entries = istio.chains.entry((table, hook)).or_default();
         // Such a jump has a condition that cannot be simulated.
-        let is_jump = |entry: &Entry| matches!(entry, Entry::Foreign(text) if jumps_to_istio(text));
-        if !layout.entries((table, hook)).iter().any(is_jump) {
-            entries.push(Entry::rule(tcp(), Verdict::Jump(chain)));
+        let mut found = layout.entries((table, hook)).iter();
+        if !found.any(|entry| matches!(entry, Entry::Foreign(text) if jumps_to_istio(text))) {
+            entries.push(Entry::rule(vec![tcp.clone()], Verdict::Jump(chain)));
         }
     }
     istio

@@ -71,15 +71,15 @@ fn parse(fields: &[&str]) -> Option<Flow> {
         _ => return None,
     };
     // A packet does not arrive over lo before it was sent.
-    let is_interface = |name: &String| {
+    let is_interface = interface.as_deref().is_none_or(|name: &str| {
         !name.is_empty() && config::is_interface(name) && (is_sent || name != LOOPBACK)
-    };
-    let is_same_family = |(from, to): (IpAddr, IpAddr)| from.is_ipv4() == to.is_ipv4();
-    let is_valid = port != 0
-        && interface.as_ref().is_none_or(is_interface)
-        && source.zip(destination).is_none_or(is_same_family);
+    });
+    let is_one_family = source.zip(destination).is_none_or(|(a, b)| a.is_ipv4() == b.is_ipv4());
+    if port == 0 || !is_interface || !is_one_family {
+        return None;
+    }
     let protocol = named(&Protocol::ALL, protocol)?;
-    is_valid.then_some(Flow { user, group, protocol, source, destination, port, interface })
+    Some(Flow { user, group, protocol, source, destination, port, interface })
 }
 
 /// Parses `USER` or `USER/GROUP`.

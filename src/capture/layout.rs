@@ -35,8 +35,7 @@ pub(super) fn chains<'a>(
     for rule in rules {
         let chain = chains.entry((rule.table, rule.chain)).or_default();
         let last = chain.len();
-        let index = rule.position.map_or(last, |number| last.min(number - 1));
-        chain.insert(index, rule);
+        chain.insert(rule.position.map_or(last, |number| last.min(number - 1)), rule);
         if let Verdict::Jump(target) = rule.verdict {
             chains.entry((rule.table, target)).or_default();
         }
@@ -54,9 +53,10 @@ impl Layout {
     pub(super) fn shared<'a>(rules: impl IntoIterator<Item = &'a Rule>, family: Family) -> Self {
         let mut layout = Self::default();
         for (place, rules) in chains(rules) {
-            let rules = rules.into_iter().filter(|rule| rule.is_for(family));
-            let entries = rules.map(|rule| Entry::rule(rule.matches.clone(), rule.verdict));
-            layout.chains.insert(place, entries.collect());
+            let entries = layout.chains.entry(place).or_default();
+            for rule in rules.into_iter().filter(|rule| rule.is_for(family)) {
+                entries.push(Entry::rule(rule.matches.clone(), rule.verdict));
+            }
         }
         layout
     }
@@ -68,8 +68,7 @@ impl Layout {
 
     /// Returns the mark of packets that TPROXY has handed over.
     pub fn tproxy_mark(&self) -> Option<u32> {
-        let mut rules = self.rules(Table::Mangle, Chain::Inbound);
-        rules.find_map(|(matches, _)| match matches {
+        self.rules(Table::Mangle, Chain::Inbound).find_map(|(matches, _)| match matches {
             [Match::Is(Criterion::Protocol(_)), Match::Is(Criterion::Mark(mark))] => Some(*mark),
             _ => None,
         })
@@ -77,8 +76,7 @@ impl Layout {
 
     /// Returns the port that a chain redirects to.
     pub fn redirect_port(&self, chain: Chain) -> Option<u16> {
-        let mut rules = self.rules(Table::Nat, chain);
-        rules.find_map(|(_, verdict)| match verdict {
+        self.rules(Table::Nat, chain).find_map(|(_, verdict)| match verdict {
             Verdict::Redirect(port) => Some(port),
             _ => None,
         })
@@ -90,8 +88,7 @@ impl Layout {
         table: Table,
         chain: Chain,
     ) -> impl Iterator<Item = (&[Match], Verdict)> {
-        let entries = self.entries((table, chain)).iter();
-        entries.filter_map(|entry| match entry {
+        self.entries((table, chain)).iter().filter_map(|entry| match entry {
             Entry::Rule { matches, verdict } => Some((matches.as_slice(), *verdict)),
             Entry::Foreign(_) => None,
         })

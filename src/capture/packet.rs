@@ -168,8 +168,9 @@ impl<'a> Walk<'a> {
     /// Returns true if the packet meets a match.
     fn holds(&self, each: &Match) -> bool {
         let (Match::Is(criterion) | Match::Not(criterion)) = each;
-        let (packet, is_output) = (&self.packet, self.hook == Chain::Output);
-        let sender = packet.sender.as_ref().filter(|_| is_output);
+        let packet = &self.packet;
+        let is_output = self.hook == Chain::Output;
+        let sender = if is_output { packet.sender.as_ref() } else { None };
         let is_met = match criterion {
             Criterion::InInterface(name) => !is_output && is_named(&packet.interface, name),
             Criterion::OutInterface(name) => is_output && is_named(&packet.interface, name),
@@ -178,8 +179,7 @@ impl<'a> Walk<'a> {
             Criterion::Protocol(protocol) => packet.protocol == *protocol,
             Criterion::SourcePort(port) => packet.source.port() == *port,
             Criterion::DestinationPort(ports) => {
-                let port = packet.destination.port();
-                ports.iter().any(|ports| ports.contains(&port))
+                ports.iter().any(|ports| ports.contains(&packet.destination.port()))
             }
             Criterion::User(id) => sender.is_some_and(|it| id.includes(&it.user)),
             Criterion::Group(id) => sender.is_some_and(|it| id.includes(&it.group)),

@@ -53,7 +53,7 @@ pub fn remove_unneeded(config: &Config) -> Result<(), Problem> {
     for item in items(config).iter().filter(|item| !item.is_wanted) {
         // pilot-agent adds one more rule with each run.
         loop {
-            match request(None, item.remove_message(), 0, &item.body()) {
+            match request(None, item.add_message + 1, 0, &item.body()) {
                 Ok(_) => tracing::info!("removed the {}", item.name),
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(failed("remove", &item.name, error));
@@ -71,8 +71,8 @@ pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Problem> {
     let mut missing = Vec::new();
     for item in items(config).into_iter().filter(|item| item.is_wanted) {
         if !item.exists()? {
-            let is_v4 = item.header[0] == AF_INET;
-            missing.push((if is_v4 { Family::V4 } else { Family::V6 }, item.name));
+            let family = if item.header[0] == AF_INET { Family::V4 } else { Family::V6 };
+            missing.push((family, item.name));
         }
     }
     Ok(missing)
@@ -115,7 +115,8 @@ fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
     const FRA_FWMARK: u16 = 10;
     /// The same number as `FRA_TABLE`.
     const RTA_TABLE: u16 = 15;
-    let (mark, table) = (config.tproxy_mark, config.tproxy_route_table);
+    let mark = config.tproxy_mark;
+    let table = config.tproxy_route_table;
     // The members of both headers: family, length of destination and source, TOS; then, of `struct rtmsg`, table,
     // protocol, scope, type, or, of `struct fib_rule_hdr`, table, two reserved bytes, action; then flags.
     // pilot-agent adds the route with another protocol. A removal with protocol 0 removes routes of any.
@@ -141,20 +142,12 @@ fn local_delivery(config: &Config, family: u8, is_wanted: bool) -> [Item; 2] {
 }
 
 impl Item {
-    fn remove_message(&self) -> u16 {
-        self.add_message + 1
-    }
-
-    fn list_message(&self) -> u16 {
-        self.add_message + 2
-    }
-
     /// Lists the items of this type and family, and returns true if this one is among them.
     fn exists(&self) -> Result<bool, Problem> {
         let mut header = vec![0; self.header.len()];
         header[0] = self.header[0];
-        let listed = request(None, self.list_message(), DUMP, &header);
-        let replies = listed.map_err(|error| failed("list", &self.name, error))?;
+        let replies = request(None, self.add_message + 2, DUMP, &header)
+            .map_err(|error| failed("list", &self.name, error))?;
         Ok(replies.iter().any(|reply| self.matches(reply)))
     }
 
@@ -167,10 +160,9 @@ impl Item {
         let Some((header, attributes)) = reply.split_at_checked(self.header.len()) else {
             return false;
         };
-        let has = |wanted: &Vec<u8>| {
-            parts(attributes).any(|(kind, value)| attribute(kind, value) == *wanted)
-        };
-        let is_alike = [0, 1, 7].map(|index| header[index] == self.header[index]);
-        is_alike == [true; 3] && self.attributes.iter().all(has)
+        [0, 1, 7].iter().all(|index| header[*index] == self.header[*index])
+            && self.attributes.iter().all(|wanted| {
+                parts(attributes).any(|(kind, value)| attribute(kind, value) == *wanted)
+            })
     }
 }

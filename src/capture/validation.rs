@@ -38,7 +38,8 @@ pub async fn run(
     let addresses = [config.outbound_port, config.inbound_port];
     let addresses = addresses.map(|port| SocketAddr::new(loopback, port));
     let names = format!("{} or {}", addresses[0], addresses[1]);
-    let (outbound, inbound) = (listen(addresses[0])?, listen(addresses[1])?);
+    let outbound = listen(addresses[0])?;
+    let inbound = listen(addresses[1])?;
     let captured = async {
         tokio::select! {
             () = accept(&outbound, destination) => {}
@@ -77,8 +78,7 @@ async fn accept(listener: &TcpListener, destination: SocketAddr) {
 }
 
 fn failed(found: String) -> Problem {
-    let code = codes::CAPTURE_VALIDATION_FAILED;
-    Problem::new(code, "iptables validation failed", found)
+    Problem::new(codes::CAPTURE_VALIDATION_FAILED, "iptables validation failed", found)
 }
 
 fn listen(address: SocketAddr) -> Result<TcpListener, Problem> {

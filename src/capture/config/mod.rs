@@ -144,11 +144,10 @@ pub(in crate::capture) fn range<T: fmt::Display + PartialEq>(
     numbers: &RangeInclusive<T>,
     separator: char,
 ) -> String {
-    let (first, last) = (numbers.start(), numbers.end());
-    if first == last {
-        return first.to_string();
+    match (numbers.start(), numbers.end()) {
+        (first, last) if first == last => first.to_string(),
+        (first, last) => format!("{first}{separator}{last}"),
     }
-    format!("{first}{separator}{last}")
 }
 
 /// Interception mode: selects how inbound connections reach Envoy. Outbound ones are always redirected.
@@ -273,8 +272,7 @@ impl Config {
 
     /// Returns true if a captured range has a loopback address.
     pub fn includes_loopback(&self) -> bool {
-        let mut ranges = self.include_ranges.iter().flatten();
-        ranges.any(|range| range.address.is_loopback())
+        self.include_ranges.iter().flatten().any(|range| range.address.is_loopback())
     }
 }
 
@@ -293,8 +291,7 @@ struct SettingsParser(Diagnostics);
 
 impl SettingsParser {
     fn problem(&mut self, subject: String, found: &str, expected: impl Into<Cow<'static, str>>) {
-        let code = codes::CAPTURE_OPTION_INVALID;
-        self.0.add(Problem::value(code, subject, found, expected));
+        self.0.add(Problem::value(codes::CAPTURE_OPTION_INVALID, subject, found, expected));
     }
 
     fn list<T>(
@@ -329,23 +326,21 @@ impl SettingsParser {
     }
 
     fn ports(&mut self, list: Setting<'_>) -> Vec<Ports> {
-        let expected = "a port from 0 to 65535 or a range such as 8000:9000";
-        self.list(list, expected, ports)
+        self.list(list, "a port from 0 to 65535 or a range such as 8000:9000", ports)
     }
 
     fn ids(&mut self, list: Setting<'_>) -> Vec<Id> {
-        let expected = "a number from 0 to 4294967294, a range such as 1000-2000, or a name";
-        self.list(list, expected, id)
+        self.list(list, "a number from 0 to 4294967294, a range such as 1000-2000, or a name", id)
     }
 
     fn interfaces(&mut self, list: Setting<'_>) -> Vec<String> {
-        let name = |item: &str| is_interface(item).then(|| item.to_owned());
-        self.list(list, "the name of a network interface", name)
+        self.list(list, "the name of a network interface", |item| {
+            if is_interface(item) { Some(item.to_owned()) } else { None }
+        })
     }
 
     fn ranges(&mut self, list: Setting<'_>) -> Vec<Cidr> {
-        let expected = "a range of addresses such as 10.0.0.0/8 or 2001:db8::/32";
-        self.list(list, expected, Cidr::parse)
+        self.list(list, "a range of addresses such as 10.0.0.0/8 or 2001:db8::/32", Cidr::parse)
     }
 
     fn loopback(&mut self, (name, text): Setting<'_>) -> Cidr {
@@ -363,9 +358,8 @@ impl SettingsParser {
             "TPROXY" => return Mode::Tproxy,
             "" | "REDIRECT" => {}
             found => {
-                let (code, expected) = (codes::CAPTURE_MODE_UNKNOWN, "REDIRECT or TPROXY");
-                let problem = Problem::value(code, flag(name), found, expected);
-                self.0.warnings.push(problem);
+                let code = codes::CAPTURE_MODE_UNKNOWN;
+                self.0.warnings.push(Problem::value(code, flag(name), found, "REDIRECT or TPROXY"));
             }
         }
         Mode::Redirect
@@ -382,11 +376,9 @@ impl SettingsParser {
             let expected = "a server in resolv.conf, or --capture-all-dns";
             let code = codes::CAPTURE_OPTION_REPLACED;
             let problem = Problem::value(code, flag("redirect_dns"), "true", expected);
-            let warning = problem.consequence("DNS is not captured");
-            self.0.warnings.push(warning);
+            self.0.warnings.push(problem.consequence("DNS is not captured"));
         }
-        let servers = host.nameservers.iter();
-        servers.map(|server| Some(Cidr::single(*server))).collect()
+        host.nameservers.iter().map(|server| Some(Cidr::single(*server))).collect()
     }
 
     fn kind(&mut self, (name, text): Setting<'_>) -> Option<Kind> {
@@ -407,19 +399,21 @@ fn flag(name: &str) -> String {
 
 /// Parses a decimal number without a sign.
 fn number(text: &str) -> Option<u32> {
-    let is_digits = text.bytes().all(|byte| byte.is_ascii_digit());
-    is_digits.then(|| text.parse().ok())?
+    if text.starts_with('+') { None } else { text.parse().ok() }
 }
 
 /// Parses a port, or a range with `:` or `-`. Ranges begin at port 1, because iptables does not print a
 /// match for 0:65535.
 fn ports(item: &str) -> Option<Ports> {
-    let port = |text: &str| u16::try_from(number(text)?).ok();
-    let Some((first, last)) = item.split_once([':', '-']) else {
-        return port(item).map(|port| port..=port);
+    let ports = match item.split_once([':', '-']) {
+        Some((first, last)) => port(first)?.max(1)..=port(last)?,
+        None => port(item).map(|port| port..=port)?,
     };
-    let ports = port(first)?.max(1)..=port(last)?;
-    (!ports.is_empty()).then_some(ports)
+    if ports.is_empty() { None } else { Some(ports) }
+}
+
+fn port(text: &str) -> Option<u16> {
+    number(text)?.try_into().ok()
 }
 
 /// Returns true for what may be the name of a network interface, or a prefix with `+`.
@@ -437,12 +431,12 @@ pub(in crate::capture) fn id(item: &str) -> Option<Id> {
         let numbers = number(first)?..=number(last)?;
         // The largest number means "no user".
         let is_valid = !numbers.is_empty() && *numbers.end() < u32::MAX;
-        return is_valid.then_some(Id::Numbers(numbers));
+        return if is_valid { Some(Id::Numbers(numbers)) } else { None };
     }
     let is_name = item.len() <= MAX_NAME
         && !item.starts_with('-')
         && item.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-$@".contains(&byte));
-    is_name.then(|| Id::Name(item.to_owned()))
+    if is_name { Some(Id::Name(item.to_owned())) } else { None }
 }
 
 #[cfg(test)]

@@ -17,18 +17,20 @@ use crate::capture::rules::{
 /// Renders the output of a dry run: each command, or the input of a command that has one.
 pub fn dry_run(rules: &Rules) -> String {
     let save_v6 = if rules.has_v6 { "ip6tables-save\n" } else { "" };
-    let (v4, v6) = (restore(rules, Family::V4), restore(rules, Family::V6));
+    let v4 = restore(rules, Family::V4);
+    let v6 = restore(rules, Family::V6);
     format!("iptables-save\nip6tables-save\n{v4}{v6}iptables-save\n{save_v6}")
 }
 
 /// Renders the input of a family's `iptables-restore --noflush`, for tables without these chains.
 pub fn restore(rules: &Rules, family: Family) -> String {
-    let tables = tables(rules, family).into_iter().map(|table| {
-        let chains = table.chains.iter().map(|chain| format!("-N {chain}"));
-        let lines: Vec<_> = chains.chain(table.lines).collect();
-        format!("* {}\n{}\nCOMMIT\n", table.name, lines.join("\n"))
-    });
-    tables.collect()
+    let mut text = String::new();
+    for TableText { name, chains, lines } in tables(rules, family) {
+        let declared = chains.iter().map(|chain| format!("-N {chain}"));
+        let lines = Vec::from_iter(declared.chain(lines)).join("\n");
+        text += &format!("* {name}\n{lines}\nCOMMIT\n");
+    }
+    text
 }
 
 /// The wanted content of a table, apart from rules of others.
@@ -43,8 +45,7 @@ struct TableText {
 /// Renders the tables that have rules.
 fn tables(rules: &Rules, family: Family) -> Vec<TableText> {
     let tables = Table::ALL.into_iter().map(|(table, name)| {
-        let rules = rules.for_family(family);
-        let rules: Vec<_> = rules.filter(|rule| rule.table == table).collect();
+        let rules: Vec<_> = rules.for_family(family).filter(|rule| rule.table == table).collect();
         TableText {
             name,
             chains: new_chains(&rules),
@@ -60,14 +61,15 @@ fn new_chains(rules: &[&Rule]) -> Vec<&'static str> {
         Verdict::Jump(chain) => Some(chain),
         _ => None,
     });
-    let chains = rules.iter().map(|rule| rule.chain).chain(targets);
-    let new: IndexSet<_> = chains.filter(|chain| !chain.is_builtin()).collect();
-    new.into_iter().map(Chain::name).collect()
+    let mut chains: IndexSet<_> = rules.iter().map(|rule| rule.chain).chain(targets).collect();
+    chains.retain(|chain| !chain.is_builtin());
+    chains.into_iter().map(Chain::name).collect()
 }
 
 /// Renders the line that adds a rule.
 fn line(rule: &Rule) -> String {
-    let (chain, text) = (rule.chain.name(), text(&rule.matches, rule.verdict));
+    let chain = rule.chain.name();
+    let text = text(&rule.matches, rule.verdict);
     match rule.position {
         None => format!("-A {chain}{text}"),
         Some(number) => format!("-I {chain} {number}{text}"),
@@ -102,8 +104,7 @@ fn text(matches: &[Match], verdict: Verdict) -> String {
         Verdict::RestoreMark => "CONNMARK --restore-mark".to_owned(),
         Verdict::Zone(zone) => format!("CT --zone {zone}"),
     };
-    let matches: String = matches.iter().map(condition).collect();
-    format!("{matches} -j {target}")
+    matches.iter().map(condition).collect::<String>() + " -j " + &target
 }
 
 fn condition(each: &Match) -> String {

@@ -49,18 +49,15 @@ pub fn has_tables() -> bool {
     const INET: u8 = 1;
     let tables = Table::ALL.map(|(table, _)| table_name(table));
     nft_chains().is_ok_and(|chains| {
-        let mut chains = chains.iter();
-        chains.any(|(family, table, _)| *family == INET && tables.contains(table))
+        chains.iter().any(|(family, table, _)| *family == INET && tables.contains(table))
     })
 }
 
 /// Reads the rules in the kernel, as the packets of a family pass them.
 pub async fn read_rules(family: Family) -> Result<Layout, Problem> {
-    let text = nft(&["-j", "list", "ruleset"], "").await?;
-    parse(&text, family).map_err(|error| {
+    parse(&nft(&["-j", "list", "ruleset"], "").await?, family).map_err(|error| {
         let found = format!("the output is not a rule set: {error}");
-        let code = codes::CAPTURE_RULES_UNREADABLE;
-        Problem::new(code, "`nft -j list ruleset`", found)
+        Problem::new(codes::CAPTURE_RULES_UNREADABLE, "`nft -j list ruleset`", found)
     })
 }
 
@@ -77,11 +74,11 @@ async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Problem> {
 /// Renders the input of `nft -f -` that removes our tables. nft refuses to delete a table that does not exist,
 /// so each is added before.
 pub fn removal() -> String {
-    let lines = Table::ALL.map(|(table, _)| {
-        let table = table_name(table);
-        format!("add table inet {table}\ndelete table inet {table}\n")
-    });
-    lines.concat()
+    let mut text = String::new();
+    for table in Table::ALL.map(|(table, _)| table_name(table)) {
+        text += &format!("add table inet {table}\ndelete table inet {table}\n");
+    }
+    text
 }
 
 /// Renders the input of `nft -f -` that replaces our tables.
@@ -97,14 +94,12 @@ pub fn transaction(rules: &Rules) -> String {
         let hook = hook(*table, *chain).map_or_else(String::new, |(kind, hook, priority)| {
             format!(" {{ type {kind} hook {hook} priority {priority} ; }}")
         });
-        let (table, chain) = (table_name(*table), chain_name(*chain));
-        text += &format!("add chain inet {table} {chain}{hook}\n");
+        text += &format!("add chain inet {} {}{hook}\n", table_name(*table), chain_name(*chain));
     }
     for ((table, chain), rules) in &chains {
-        let (table, chain) = (table_name(*table), chain_name(*chain));
+        let start = format!("add rule inet {} {}", table_name(*table), chain_name(*chain));
         for rule in rules {
-            let statements = statements(rule);
-            text += &format!("add rule inet {table} {chain} {statements}\n");
+            text += &format!("{start} {}\n", statements(rule));
         }
     }
     text
@@ -113,8 +108,10 @@ pub fn transaction(rules: &Rules) -> String {
 /// Returns the layout of a family after [`apply`], and then its layout after pilot-agent or Istio's CNI
 /// plugin, whose rules without an address apply to IPv6 as well in pods without IPv6.
 pub fn versions(rules: &Rules, family: Family) -> Vec<Layout> {
-    let versions = [rules_for_shared_chains(rules), merge_families(rules)];
-    versions.map(|rules| Layout::shared(&rules, family)).into()
+    vec![
+        Layout::shared(&rules_for_shared_chains(rules), family),
+        Layout::shared(&merge_families(rules), family),
+    ]
 }
 
 /// Returns the rules for chains that both families share. Without rules for IPv6, its packets leave our
@@ -122,9 +119,9 @@ pub fn versions(rules: &Rules, family: Family) -> Vec<Layout> {
 fn rules_for_shared_chains(rules: &Rules) -> Vec<Rule> {
     let mut shared = merge_families(rules);
     if !rules.has_v6 {
-        let chains = shared.iter().map(|rule| (rule.table, rule.chain));
-        let builtin: BTreeSet<_> = chains.filter(|(_, chain)| chain.is_builtin()).collect();
-        shared.extend(builtin.into_iter().map(|(table, chain)| Rule {
+        let mut chains: BTreeSet<_> = shared.iter().map(|rule| (rule.table, rule.chain)).collect();
+        chains.retain(|(_, chain)| chain.is_builtin());
+        shared.extend(chains.into_iter().map(|(table, chain)| Rule {
             family: Some(Family::V6),
             table,
             chain,
@@ -148,8 +145,7 @@ fn merge_families(rules: &Rules) -> Vec<Rule> {
             continue;
         }
         if rule.matches.contains(&Match::Is(Criterion::StateInvalid)) {
-            let tcp = Criterion::Protocol(Protocol::Tcp);
-            rule.matches.push(Match::Is(tcp));
+            rule.matches.push(Match::Is(Criterion::Protocol(Protocol::Tcp)));
         }
         shared.push(rule);
     }
@@ -160,8 +156,7 @@ fn merge_families(rules: &Rules) -> Vec<Rule> {
 fn statements(rule: &Rule) -> String {
     let is_v6 = rule.family == Some(Family::V6);
     let udp = Match::Is(Criterion::Protocol(Protocol::Udp));
-    let is_udp = rule.matches.contains(&udp);
-    let protocol = if is_udp { "udp" } else { "tcp" };
+    let protocol = if rule.matches.contains(&udp) { "udp" } else { "tcp" };
     let conditions = rule.matches.iter().map(|each| match each {
         Match::Is(criterion) => condition(protocol, "", criterion),
         Match::Not(criterion) => condition(protocol, "!= ", criterion),
@@ -171,8 +166,8 @@ fn statements(rule: &Rule) -> String {
         text += "meta nfproto ipv6 ";
     }
     if let Verdict::Tproxy { port, mark } = rule.verdict {
-        let family = if is_v6 { "ip6" } else { "ip" };
-        text += &format!("tproxy {family} to :{port} meta mark set {mark} ");
+        text += if is_v6 { "tproxy ip6" } else { "tproxy ip" };
+        text += &format!(" to :{port} meta mark set {mark} ");
     }
     text += "counter ";
     text + &match rule.verdict {
@@ -191,10 +186,6 @@ fn statements(rule: &Rule) -> String {
 
 /// Renders a criterion of a rule for this protocol. `not` is put before its value.
 fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
-    let address = |range: &Cidr| match range.family() {
-        Family::V4 => "ip",
-        Family::V6 => "ip6",
-    };
     match criterion {
         // `+` means any interface. nftables cannot express it, so the criterion is left out.
         Criterion::InInterface(name) | Criterion::OutInterface(name) if name == "+" => {
@@ -202,13 +193,12 @@ fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
         }
         Criterion::InInterface(name) => format!("iifname {not}{} ", interface(name)),
         Criterion::OutInterface(name) => format!("oifname {not}{} ", interface(name)),
-        Criterion::Source(range) => format!("{} saddr {not}{range} ", address(range)),
-        Criterion::Destination(range) => format!("{} daddr {not}{range} ", address(range)),
+        Criterion::Source(range) => format!("{} saddr {not}{range} ", protocol_of(range)),
+        Criterion::Destination(range) => format!("{} daddr {not}{range} ", protocol_of(range)),
         Criterion::Protocol(protocol) => format!("meta l4proto {not}{} ", protocol.name()),
         Criterion::SourcePort(port) => format!("{protocol} sport {not}{port} "),
         Criterion::DestinationPort(ports) => {
-            let texts: Vec<_> = ports.iter().map(|ports| range(ports, '-')).collect();
-            match texts.as_slice() {
+            match ports.iter().map(|ports| range(ports, '-')).collect::<Vec<_>>().as_slice() {
                 [port] => format!("{protocol} dport {not}{port} "),
                 ports => format!("{protocol} dport {not}{{ {} }} ", ports.join(", ")),
             }
@@ -219,6 +209,13 @@ fn condition(protocol: &str, not: &str, criterion: &Criterion) -> String {
         Criterion::StateRelatedOrEstablished => format!("ct state {not}related,established "),
         Criterion::Mark(mark) => format!("mark {not}{mark} "),
         Criterion::ConnectionMark(mark) => format!("ct mark {not}{mark} "),
+    }
+}
+
+fn protocol_of(range: &Cidr) -> &'static str {
+    match range.family() {
+        Family::V4 => "ip",
+        Family::V6 => "ip6",
     }
 }
 
@@ -309,7 +306,8 @@ pub fn parse(text: &[u8], family: Family) -> Result<Layout, serde_json::Error> {
     let mut layout = Layout::default();
     for object in &nftables {
         // Indexing returns null in objects of other kinds, and null has no table.
-        let (chain, rule) = (&object["chain"], &object["rule"]);
+        let chain = &object["chain"];
+        let rule = &object["rule"];
         if let Some((table, name)) = table_of(chain).zip(chain["name"].as_str()) {
             match chain_named(name).filter(|known| has_hook(table, *known, chain)) {
                 Some(known) => drop(layout.chains.entry((table, known)).or_default()),
@@ -323,7 +321,9 @@ pub fn parse(text: &[u8], family: Family) -> Result<Layout, serde_json::Error> {
                 Some((only, matches, verdict)) => (only, Entry::rule(matches, verdict)),
                 None => (None, Entry::Foreign(expr.to_string())),
             };
-            rules.extend(only.is_none_or(|only| only == family).then_some(entry));
+            if only.is_none_or(|only| only == family) {
+                rules.push(entry);
+            }
         }
     }
     Ok(layout)
@@ -331,27 +331,31 @@ pub fn parse(text: &[u8], family: Family) -> Result<Layout, serde_json::Error> {
 
 /// Returns true if the kernel calls a chain by its expected hook, type and priority, and accepts by default.
 fn has_hook(table: Table, chain: Chain, object: &Value) -> bool {
-    let text = |member: &str| object[member].as_str();
-    let found = text("hook").and_then(|hook| Some((text("type")?, hook, object["prio"].as_i64()?)));
-    found == hook(table, chain) && text("policy").is_none_or(|policy| policy == "accept")
+    let found = object["hook"]
+        .as_str()
+        .and_then(|hook| Some((object["type"].as_str()?, hook, object["prio"].as_i64()?)));
+    found == hook(table, chain) && object["policy"].as_str().is_none_or(|policy| policy == "accept")
 }
 
 /// Returns the table of a chain or rule if it is one of our tables.
 fn table_of(object: &Value) -> Option<Table> {
-    let mut tables = Table::ALL.into_iter().map(|(table, _)| table);
-    tables.find(|table| object["family"] == "inet" && object["table"] == table_name(*table))
+    if object["family"] != "inet" {
+        return None;
+    }
+    Table::ALL.map(|(table, _)| table).into_iter().find(|it| object["table"] == table_name(*it))
 }
 
 fn chain_named(name: &str) -> Option<Chain> {
-    let mut chains = Chain::ALL.into_iter().map(|(chain, _)| chain);
-    chains.find(|chain| chain_name(*chain) == name)
+    Chain::ALL.into_iter().map(|(chain, _)| chain).find(|chain| chain_name(*chain) == name)
 }
 
 /// Converts a rule to the model, with its family if it is for one only. nft does not accept a rule with addresses
 /// of both. Returns None if the model cannot express the rule.
 fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
     let statements = Vec::<Statement>::deserialize(expr).ok()?;
-    let (mut family, mut matches, mut actions) = (None, Vec::new(), Vec::new());
+    let mut family = None;
+    let mut matches = Vec::new();
+    let mut actions = Vec::new();
     for statement in &statements {
         match statement {
             Statement::Counter(_) => {}
@@ -361,8 +365,7 @@ fn rule(expr: &Value) -> Option<(Option<Family>, Vec<Match>, Verdict)> {
                 let name = if is_family { right.as_str()? } else { object };
                 family = family.or(family_named(name));
                 // A match on a TCP port implies the protocol.
-                let protocol = named(&Protocol::ALL, name).map(Criterion::Protocol);
-                matches.extend(protocol.map(Match::Is));
+                matches.extend(named(&Protocol::ALL, name).map(Criterion::Protocol).map(Match::Is));
                 match op.as_str() {
                     "==" if is_family => {}
                     "==" | "in" => matches.push(Match::Is(criterion(object, field, right)?)),
@@ -413,8 +416,10 @@ fn criterion(object: &str, field: &str, right: &Value) -> Option<Criterion> {
 
 fn interface_of(value: &Value) -> Option<String> {
     let name = value.as_str()?;
-    let prefix = name.strip_suffix('*').map(|prefix| format!("{prefix}+"));
-    Some(prefix.unwrap_or_else(|| name.to_owned()))
+    Some(match name.strip_suffix('*') {
+        Some(prefix) => format!("{prefix}+"),
+        None => name.to_owned(),
+    })
 }
 
 fn read<T: DeserializeOwned>(value: &Value) -> Option<T> {
@@ -453,8 +458,7 @@ fn verdict(actions: &[&Statement]) -> Option<Verdict> {
         [Statement::Jump { target }] => Verdict::Jump(chain_named(target)?),
         [Statement::Redirect { port }] => Verdict::Redirect(*port),
         [Statement::Mangle { key, value }] => {
-            let from = Key::deserialize(value).ok();
-            match (key.parts(), from.as_ref().map(Key::parts)) {
+            match (key.parts(), Key::deserialize(value).ok().as_ref().map(Key::parts)) {
                 (("meta", "mark"), None) => Verdict::SetMark(read(value)?),
                 (("ct", "zone"), None) => Verdict::Zone(read(value)?),
                 (("ct", "mark"), Some(("meta", "mark"))) => Verdict::SaveMark,

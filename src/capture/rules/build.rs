@@ -65,8 +65,7 @@ impl Rules {
         if config.protect_admin {
             builder.protect_admin();
         }
-        let (rules, has_v6) = (builder.rules, config.has_v6);
-        Self { rules, has_v6 }
+        Self { rules: builder.rules, has_v6: config.has_v6 }
     }
 }
 
@@ -103,8 +102,7 @@ impl Builder<'_> {
     }
 
     fn loopback(&self) -> [Cidr; 2] {
-        let v6 = Cidr::single(Ipv6Addr::LOCALHOST.into());
-        [self.config.loopback, v6]
+        [self.config.loopback, Cidr::single(Ipv6Addr::LOCALHOST.into())]
     }
 
     /// Lets traffic over excluded interfaces pass, and traffic from virtual machines:
@@ -134,11 +132,9 @@ impl Builder<'_> {
 
     /// Fills the chains that redirect to Envoy. Connections to the HBONE port are left alone.
     fn add_redirects(&mut self) {
-        let (outbound, inbound) = (self.config.outbound_port, self.config.inbound_port);
-        let tunnel = Is(port(self.config.tunnel_port));
-        self.append(Nat, Inbound, &[TCP, tunnel], Return);
-        self.append(Nat, Redirect, &[TCP], Verdict::Redirect(outbound));
-        self.append(Nat, InRedirect, &[TCP], Verdict::Redirect(inbound));
+        self.append(Nat, Inbound, &[TCP, Is(port(self.config.tunnel_port))], Return);
+        self.append(Nat, Redirect, &[TCP], Verdict::Redirect(self.config.outbound_port));
+        self.append(Nat, InRedirect, &[TCP], Verdict::Redirect(self.config.inbound_port));
     }
 
     /// Captures inbound connections to the selected ports.
@@ -172,13 +168,12 @@ impl Builder<'_> {
 
     /// Fills the chains that mark packets and hand them to Envoy (TPROXY).
     fn add_tproxy_targets(&mut self) {
-        let (port, mark) = (self.config.inbound_port, self.config.tproxy_mark);
-        let to_envoy = Verdict::Tproxy { port, mark };
+        let mark = self.config.tproxy_mark;
+        let to_envoy = Verdict::Tproxy { port: self.config.inbound_port, mark };
         self.append(Mangle, Divert, &[], Verdict::SetMark(mark));
         self.append(Mangle, Divert, &[], Verdict::Accept);
         for range in self.loopback() {
-            let matches = [Not(C::Destination(range)), TCP];
-            self.append(Mangle, Chain::Tproxy, &matches, to_envoy);
+            self.append(Mangle, Chain::Tproxy, &[Not(C::Destination(range)), TCP], to_envoy);
         }
     }
 
@@ -214,8 +209,7 @@ impl Builder<'_> {
                 }
             }
             Selection::Only(included) => {
-                let groups = included.iter().cloned().map(C::Group);
-                let in_none: Vec<_> = groups.map(Not).collect();
+                let in_none: Vec<_> = included.iter().cloned().map(C::Group).map(Not).collect();
                 self.append_outbound(&in_none, Return);
             }
         }
@@ -264,8 +258,7 @@ impl Builder<'_> {
         for protocol in [TCP, UDP] {
             if self.is_earlier && protocol == UDP {
                 for owner in proxy_owners(self.config) {
-                    let matches = [UDP, Is(port(53)), Is(owner)];
-                    self.append(Nat, OutputDns, &matches, Return);
+                    self.append(Nat, OutputDns, &[UDP, Is(port(53)), Is(owner)], Return);
                 }
             }
             let query = [protocol, Is(port(53))];
@@ -273,29 +266,22 @@ impl Builder<'_> {
         }
         for owner in proxy_owners(self.config) {
             for (port, zone) in [(port(53), 1), (C::SourcePort(DNS_PORT), 2)] {
-                let matches = [UDP, Is(port), Is(owner.clone())];
-                self.append(Raw, OutputDns, &matches, Zone(zone));
+                self.append(Raw, OutputDns, &[UDP, Is(port), Is(owner.clone())], Zone(zone));
             }
         }
         self.add_dns_jumps(Raw, Prerouting, Inbound);
-        let query = [UDP, Is(port(53))];
-        self.add_per_server((Raw, OutputDns), &query, C::Destination, Zone(2));
-        let reply = [UDP, Is(C::SourcePort(53))];
-        self.add_per_server((Raw, Inbound), &reply, C::Source, Zone(1));
+        self.add_per_server((Raw, OutputDns), &[UDP, Is(port(53))], C::Destination, Zone(2));
+        self.add_per_server((Raw, Inbound), &[UDP, Is(C::SourcePort(53))], C::Source, Zone(1));
     }
 
     /// Appends a jump for each family whose servers are captured, or one for both if all are.
     fn add_dns_jumps(&mut self, table: Table, chain: Chain, target: Chain) {
-        let servers = self.config.dns.iter();
-        let families: BTreeSet<_> = servers.map(|server| server.map(|it| it.family())).collect();
-        self.rules.extend(families.into_iter().map(|family| Rule {
-            family,
-            table,
-            chain,
-            position: None,
-            matches: Vec::new(),
-            verdict: Jump(target),
-        }));
+        let families = self.config.dns.iter().map(|server| server.map(|it| it.family()));
+        for family in families.collect::<BTreeSet<_>>() {
+            let matches = Vec::new();
+            let verdict = Jump(target);
+            self.rules.push(Rule { family, table, chain, position: None, matches, verdict });
+        }
     }
 
     /// Appends a rule for each captured server, or one without an address if all are captured.
@@ -372,8 +358,7 @@ impl Builder<'_> {
     fn protect_admin(&mut self) {
         let matches = [leaves_by("lo"), TCP, Is(port(ADMIN))];
         self.add((Filter, Output, Some(1)), &matches, Jump(ProtectAdmin));
-        let known = Is(C::StateRelatedOrEstablished);
-        self.append(Filter, ProtectAdmin, &[known], Return);
+        self.append(Filter, ProtectAdmin, &[Is(C::StateRelatedOrEstablished)], Return);
         for user in [Id::from(0)].iter().chain(&self.config.uids) {
             self.append(Filter, ProtectAdmin, &[Is(C::User(user.clone()))], Return);
         }
@@ -383,8 +368,7 @@ impl Builder<'_> {
 
 /// Returns criteria for each user and group of the proxy.
 fn proxy_owners(config: &Config) -> impl Iterator<Item = C> {
-    let users = config.uids.iter().cloned().map(C::User);
-    users.chain(config.gids.iter().cloned().map(C::Group))
+    config.uids.iter().cloned().map(C::User).chain(config.gids.iter().cloned().map(C::Group))
 }
 
 fn arrives_by(interface: &str) -> Match {

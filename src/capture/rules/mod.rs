@@ -132,14 +132,12 @@ impl Rules {
     /// Iterates over the rules of a family, in the order in which they are added.
     pub fn for_family(&self, family: Family) -> impl Iterator<Item = &Rule> {
         let has_rules = family == Family::V4 || self.has_v6;
-        let rules = self.rules.iter();
-        rules.filter(move |rule| has_rules && rule.is_for(family))
+        self.rules.iter().filter(move |rule| has_rules && rule.is_for(family))
     }
 
     /// Iterates over the rules of all families that have rules, in the order in which they are added.
     pub fn all(&self) -> impl Iterator<Item = &Rule> {
-        let has_rules = |rule: &&Rule| self.has_v6 || rule.family != Some(Family::V6);
-        self.rules.iter().filter(has_rules)
+        self.rules.iter().filter(|rule: &&Rule| self.has_v6 || rule.family != Some(Family::V6))
     }
 }
 
@@ -151,8 +149,7 @@ impl Rule {
 
 /// Looks up a value by its name.
 pub(super) fn named<T: Copy>(all: &[(T, &str)], name: &str) -> Option<T> {
-    let found = all.iter().find(|(_, found)| *found == name);
-    found.map(|(value, _)| *value)
+    all.iter().find(|(_, found)| *found == name).map(|(value, _)| *value)
 }
 
 impl Protocol {

@@ -92,17 +92,17 @@ pub async fn findings(request: &Request<'_>, is_native: bool) -> Result<Vec<Find
     let mut findings = Vec::new();
     for family in [Family::V4, Family::V6] {
         let (wanted, found) = if is_native {
-            let wanted = nftables::versions(&versions[0], family);
-            (wanted, nftables::read_rules(family).await?)
+            (nftables::versions(&versions[0], family), nftables::read_rules(family).await?)
         } else {
-            let wanted = versions.iter().map(|rules| Layout::new(rules, family));
+            let wanted = versions.each_ref().map(|rules| Layout::new(rules, family));
             let found = apply::read_rules(family, config.kind, request.path).await;
-            (wanted.collect(), request.tolerate_optional_ipv6_error(family, found)?)
+            (wanted.into(), request.tolerate_optional_ipv6_error(family, found)?)
         };
         findings.extend(compare(&wanted, &found, family));
     }
-    let missing = routes::missing(config)?.into_iter();
-    findings.extend(missing.map(|(family, detail)| Finding::new(family, Kind::Route, detail)));
+    for (family, route) in routes::missing(config)? {
+        findings.push(Finding::new(family, Kind::Route, route));
+    }
     Ok(findings)
 }
 
@@ -138,17 +138,19 @@ fn differences(wanted: &Layout, found: &Layout, family: Family) -> Vec<Finding> 
         let wanted = wanted.entries(*chain);
         let mut present = found.entries(*chain).to_vec();
         present.retain(|entry| belongs_to_istio(wanted, *chain, entry));
-        let line = |entry| appended(*chain, entry);
+
         let (expected, missing) = split(wanted, &present);
         let (common, unwanted) = split(&present, wanted);
         for (kind, entries) in [(Kind::Missing, missing), (Kind::Unwanted, unwanted)] {
-            let lines = entries.into_iter().map(line);
-            findings.extend(lines.map(|line| Finding::new(family, kind, line)));
+            for entry in entries {
+                findings.push(Finding::new(family, kind, appended(*chain, entry)));
+            }
         }
         let mut pairs = common.into_iter().zip(expected);
         if let Some((found, expected)) = pairs.find(|(found, expected)| found != expected) {
-            let detail = format!("found {}, expected {}", line(found), line(expected));
-            findings.push(Finding::new(family, Kind::Order, detail));
+            let found = appended(*chain, found);
+            let order = format!("found {found}, expected {}", appended(*chain, expected));
+            findings.push(Finding::new(family, Kind::Order, order));
         }
     }
     findings
@@ -191,8 +193,7 @@ fn may_take(wanted: &Layout, table: Table, entry: &Entry) -> bool {
 fn captures_udp(wanted: &Layout, table: Table) -> bool {
     let tcp = Match::Is(Criterion::Protocol(Protocol::Tcp));
     let chains = wanted.chains.keys().filter(|(it, _)| *it == table);
-    let mut rules = chains.flat_map(|(table, chain)| wanted.rules(*table, *chain));
-    rules.any(|(matches, verdict)| {
+    chains.flat_map(|(table, chain)| wanted.rules(*table, *chain)).any(|(matches, verdict)| {
         !matches!(verdict, Verdict::Return | Verdict::Jump(_)) && !matches.contains(&tcp)
     })
 }

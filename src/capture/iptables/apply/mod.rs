@@ -60,13 +60,13 @@ impl Request<'_> {
     /// Returns each program that would run, with its input.
     pub async fn preview(&self) -> Result<String, Problem> {
         let changes = self.plan().await?;
-        let text = |Change { programs, text }| format!("{}-restore\n{text}", programs.name);
-        Ok(changes.into_iter().map(text).collect())
+        Ok(changes.iter().map(|it| format!("{}-restore\n{}", it.programs.name, it.text)).collect())
     }
 
     /// Returns the changes of both families, in the order in which they are to be made.
     async fn plan(&self) -> Result<Vec<Change>, Problem> {
-        let (mut changes, mut interfaces) = (Vec::new(), HashSet::new());
+        let mut changes = Vec::new();
+        let mut interfaces = HashSet::new();
         for family in [Family::V4, Family::V6] {
             let found = self.changes_of_family(family, &mut interfaces).await;
             changes.extend(self.tolerate_optional_ipv6_error(family, found)?);
@@ -81,10 +81,11 @@ impl Request<'_> {
         family: Family,
         found: Result<T, Problem>,
     ) -> Result<T, Problem> {
-        let has_istio = || Kernel::read(family).is_ok_and(|kernel| kernel.has_istio);
         let is_optional = family == Family::V6 && !self.config.has_v6;
         found.or_else(|error| {
-            if !is_optional || self.is_removal && has_istio() {
+            if !is_optional
+                || self.is_removal && Kernel::read(family).is_ok_and(|kernel| kernel.has_istio)
+            {
                 return Err(error);
             }
             tracing::warn!("IPv6 rules stay unchanged: {error}");
@@ -102,16 +103,15 @@ impl Request<'_> {
         let rules = Rules::new(self.config);
         let is_wanted = !self.is_removal && (family == Family::V4 || self.config.has_v6);
         let kernel = Kernel::read(family)?;
-        let kind = self.config.kind.filter(|_| !self.is_removal);
+        let kind = if self.is_removal { None } else { self.config.kind };
         let found = Programs::find(family, kind, self.path, kernel).await?;
-        let may_miss_rules = self.is_removal && !kernel.is_covered_by(&found);
-        if found.is_empty() && (is_wanted || may_miss_rules) {
+        if found.is_empty() && (is_wanted || self.is_removal && !kernel.is_covered_by(&found)) {
             return Err(missing(family, self.path));
         }
         let mut changes = Vec::new();
         for (index, programs) in found.into_iter().enumerate() {
             // Programs of another kind have no rules, or rules of earlier runs.
-            let rules = (is_wanted && index == 0).then_some(&rules);
+            let rules = if is_wanted && index == 0 { Some(&rules) } else { None };
             if index == 0 || programs.kind.is_some() {
                 changes.extend(self.change_with(family, programs, rules, interfaces)?);
             }
@@ -132,13 +132,11 @@ impl Request<'_> {
         let known = self.known_rules(family, saved.layout().tproxy_mark());
         interfaces.extend(saved.istio_interfaces().into_iter().map(str::to_owned));
         let present = select_istio(&saved, &known, interfaces, self.is_removal);
-        let goal = rules.map(|rules| Layout::new(rules, family));
-        let is_unchanged = present.layout() == goal.unwrap_or_default();
-        if is_unchanged && !(self.is_forced && rules.is_some()) {
+        let goal = rules.map(|rules| Layout::new(rules, family)).unwrap_or_default();
+        if present.layout() == goal && !(self.is_forced && rules.is_some()) {
             return Ok(None);
         }
-        let new = rules.map(|rules| tables(rules, family));
-        let text = swap(&present, &new.unwrap_or_default());
+        let text = swap(&present, &rules.map(|rules| tables(rules, family)).unwrap_or_default());
         Ok(Some(Change { programs, text }))
     }
 
@@ -153,8 +151,7 @@ impl Request<'_> {
             let mut chains = Layout::new(&Rules::new(&config), family).chains;
             chains.retain(|(_, chain), _| chain.is_builtin());
             for (chain, entries) in chains {
-                let entries = entries.into_iter().map(for_any_user);
-                known.extend(entries.map(|entry| (chain, entry)));
+                known.extend(entries.into_iter().map(for_any_user).map(|entry| (chain, entry)));
             }
         }
         known
@@ -187,8 +184,7 @@ pub async fn read_rules(family: Family, kind: Option<Kind>, path: &str) -> Resul
 /// Restores the saved tables of the changes.
 async fn undo(changes: &[Change]) -> Result<(), Problem> {
     for Change { programs, text } in changes.iter().rev() {
-        let now = programs.save().await?;
-        if programs.parse(&now)? == programs.parse(&programs.saved)? {
+        if programs.parse(&programs.save().await?)? == programs.parse(&programs.saved)? {
             continue;
         }
         let mut before = String::new();
@@ -244,8 +240,7 @@ fn select_istio<'a>(
         Some(name) => (interfaces.contains(name) || is_known(rule)) && is_in_place(*index, rule),
         None => is_certain(rule),
     });
-    let chains = saved.chains.iter();
-    let chains = chains.filter(|(_, chain)| chain.starts_with(ISTIO));
+    let chains = saved.chains.iter().filter(|(_, chain)| chain.starts_with(ISTIO));
     Saved {
         rules: rules.map(|(_, rule)| rule.clone()).collect(),
         chains: chains.copied().collect(),
@@ -261,8 +256,8 @@ fn swap(present_istio: &Saved<'_>, new: &[TableText]) -> String {
     }
     let nothing = TableText::default();
     let texts = order.map(|name| {
-        let new = new.iter().find(|table| table.name == name);
-        swap_table(name, present_istio, new.unwrap_or(&nothing))
+        let new = new.iter().find(|table| table.name == name).unwrap_or(&nothing);
+        swap_table(name, present_istio, new)
     });
     texts.concat()
 }
@@ -271,13 +266,17 @@ fn swap(present_istio: &Saved<'_>, new: &[TableText]) -> String {
 /// nor gets a rule in it.
 fn swap_table(name: &str, present_istio: &Saved<'_>, new: &TableText) -> String {
     let mut text = String::new();
-    let rules = present_istio.rules.iter().filter(|rule| rule.table == name);
-    for rule in rules.filter(|rule| !rule.chain.starts_with(ISTIO)) {
-        text += &format!("-D {} {}\n", rule.chain, rule.text);
+    for rule in &present_istio.rules {
+        if rule.table == name && !rule.chain.starts_with(ISTIO) {
+            text += &format!("-D {} {}\n", rule.chain, rule.text);
+        }
     }
-    let chains = present_istio.chains.iter().filter(|(table, _)| *table == name);
-    let mut stale: Vec<_> = chains.map(|(_, chain)| *chain).collect();
-    stale.retain(|chain| !new.chains.contains(chain));
+    let mut stale = Vec::new();
+    for (table, chain) in &present_istio.chains {
+        if *table == name && !new.chains.contains(chain) {
+            stale.push(*chain);
+        }
+    }
     // Declaring a chain that exists empties it.
     for chain in new.chains.iter().chain(&stale) {
         text += &format!(":{chain} - [0:0]\n");

@@ -49,8 +49,7 @@ pub(super) struct Programs {
 impl Kernel {
     /// Returns true if there are programs for each kind of tables that may have Istio's rules.
     pub(super) fn is_covered_by(self, programs: &[Programs]) -> bool {
-        let kinds = programs.iter().map(|programs| programs.kind);
-        let has = |kind| kinds.clone().any(|found| found.is_none_or(|found| found == kind));
+        let has = |kind| programs.iter().any(|it| it.kind.is_none_or(|found| found == kind));
         (!self.legacy || has(Kind::Legacy)) && (!self.has_istio || has(Kind::Nft))
     }
 
@@ -134,16 +133,17 @@ impl Programs {
 
     /// Finds the first programs of this name.
     fn find_named(name: &str, path: &str) -> Option<Self> {
-        let directories = path.split(':').filter(|directory| !directory.is_empty());
-        let mut names = directories.map(|directory| format!("{directory}/{name}"));
-        let name = names.find(|name| Path::new(&format!("{name}-restore")).is_file())?;
+        let name = path
+            .split(':')
+            .filter(|directory| !directory.is_empty())
+            .map(|directory| format!("{directory}/{name}"))
+            .find(|name| Path::new(&format!("{name}-restore")).is_file())?;
         Some(Self { kind: kind(&name), name, saved: String::new() })
     }
 
     /// Runs `iptables-save` and returns its output, with counters.
     pub(super) async fn save(&self) -> Result<String, Problem> {
-        let text = self.run("save", &["--counters"], "").await?;
-        Ok(String::from_utf8_lossy(&text).into_owned())
+        Ok(String::from_utf8_lossy(&self.run("save", &["--counters"], "").await?).into_owned())
     }
 
     /// Runs `iptables-restore` with a text. The option decides about other rules of the same tables:
@@ -179,9 +179,10 @@ fn kind(name: &str) -> Option<Kind> {
     let target = fs::canonicalize(format!("{name}-restore")).unwrap_or_default();
     let files = [Path::new(name), &target].map(|path| path.file_name().unwrap_or_default());
     let names = files.map(OsStr::to_string_lossy).join(" ");
-    let kinds = [("nft", Kind::Nft), ("legacy", Kind::Legacy)];
-    let (_, kind) = kinds.into_iter().find(|(part, _)| names.contains(part))?;
-    Some(kind)
+    if names.contains("nft") {
+        return Some(Kind::Nft);
+    }
+    if names.contains("legacy") { Some(Kind::Legacy) } else { None }
 }
 
 fn command(family: Family) -> &'static str {

@@ -31,7 +31,8 @@ impl<'a> Saved<'a> {
     /// Parses the program's output. The error is the first invalid line, or the last line if the output is
     /// incomplete.
     pub fn parse(text: &'a str) -> Result<Self, &'a str> {
-        let (mut saved, mut open_table) = (Self::default(), None);
+        let mut saved = Self::default();
+        let mut open_table = None;
         let lines = text.lines().map(str::trim_end);
         for line in lines.filter(|line| !line.is_empty() && !line.starts_with('#')) {
             match (line.strip_prefix('*'), open_table) {
@@ -71,8 +72,7 @@ impl<'a> Saved<'a> {
         let mut found = Vec::new();
         for rule in self.rules.iter().rev() {
             let chain = Some((rule.table, rule.chain));
-            let is_certain = rule.is_earlier_dns();
-            if is_certain.is_some_and(|it| it || chain_of_next == chain) {
+            if rule.is_earlier_dns().is_some_and(|it| it || chain_of_next == chain) {
                 chain_of_next = chain;
                 found.push(rule);
             } else {
@@ -85,35 +85,40 @@ impl<'a> Saved<'a> {
     /// Returns the interfaces that Istio excludes in both directions, in front of its jumps, and the interfaces of
     /// virtual machines whose traffic it captures.
     pub(super) fn istio_interfaces(&self) -> HashSet<&'a str> {
-        let before_jump = |chain| {
-            let rules = self.rules.iter();
-            let rules = rules.filter(move |rule| (rule.table, rule.chain) == ("nat", chain));
-            let mut rules: Vec<_> = rules.collect();
-            let is_jump = |rule: &&SavedRule<'_>| {
-                jumps_to_istio(rule.text) && rule.captured_interface().is_none()
-            };
-            let jump = rules.iter().rposition(is_jump);
-            rules.truncate(jump.unwrap_or(rules.len()));
-            (rules, jump.is_some())
-        };
-        let (inbound, _) = before_jump("PREROUTING");
-        let (outbound, has_jump) = before_jump("OUTPUT");
-        let left = outbound.iter().filter(|_| has_jump);
-        let left: HashSet<_> = left.filter_map(|rule| rule.passing_interface()).collect();
-        let excluded = inbound.iter().filter_map(|rule| rule.passing_interface());
-        let excluded = excluded.filter(|name| left.contains(name));
-        excluded.chain(inbound.iter().filter_map(|rule| rule.captured_interface())).collect()
+        let (inbound, _) = self.before_jump("PREROUTING");
+        let (outbound, has_jump) = self.before_jump("OUTPUT");
+        let mut interfaces = HashSet::new();
+        if has_jump {
+            interfaces.extend(outbound.iter().filter_map(|rule| rule.passing_interface()));
+        }
+        let entered: HashSet<_> =
+            inbound.iter().filter_map(|rule| rule.passing_interface()).collect();
+        interfaces.retain(|name| entered.contains(name));
+        interfaces.extend(inbound.iter().filter_map(|rule| rule.captured_interface()));
+        interfaces
+    }
+
+    /// Returns the rules of a chain of nat in front of its last jump to Istio, and true if there is such a jump.
+    fn before_jump(&self, chain: &str) -> (Vec<&SavedRule<'a>>, bool) {
+        let rules = self.rules.iter();
+        let mut rules: Vec<_> =
+            rules.filter(|rule| (rule.table, rule.chain) == ("nat", chain)).collect();
+        let jump = rules
+            .iter()
+            .rposition(|rule| jumps_to_istio(rule.text) && rule.captured_interface().is_none());
+        rules.truncate(jump.unwrap_or(rules.len()));
+        (rules, jump.is_some())
     }
 
     /// Returns true if a table has a chain of Istio.
     pub(super) fn has_istio(&self, table: &str) -> bool {
-        let mut chains = self.chains.iter();
-        chains.any(|(other, chain)| *other == table && chain.starts_with(ISTIO))
+        self.chains.iter().any(|(other, chain)| *other == table && chain.starts_with(ISTIO))
     }
 
     /// Returns the rules in chains that traffic capture knows.
     pub fn layout(&self) -> Layout {
-        let (mut layout, earlier) = (Layout::default(), self.earlier_dns());
+        let mut layout = Layout::default();
+        let earlier = self.earlier_dns();
         for (table, name) in &self.chains {
             match (named(&Table::ALL, table), named(&Chain::ALL, name)) {
                 (Some(table), Some(chain)) if !chain.is_builtin() => {
@@ -128,8 +133,7 @@ impl<'a> Saved<'a> {
         for rule in &self.rules {
             let SavedRule { table, chain, text } = rule;
             if earlier.contains(&rule) {
-                let line = format!("{table}: -A {chain} {text}");
-                layout.earlier_dns.push(line);
+                layout.earlier_dns.push(format!("{table}: -A {chain} {text}"));
             } else if let Some(place) = rule.place() {
                 layout.chains.entry(place).or_default().push(entry(text));
             }
@@ -172,14 +176,14 @@ impl<'a> SavedRule<'a> {
             _ => return None,
         };
         let name = self.text.strip_prefix(option)?.strip_suffix(" -j RETURN")?;
-        (!name.contains(' ')).then_some(name)
+        if name.contains(' ') { None } else { Some(name) }
     }
 
     /// Returns the interface of virtual machines whose traffic a jump of Istio captures.
     pub(super) fn captured_interface(&self) -> Option<&'a str> {
         let mut words = self.text.split(' ');
         words.find(|word| *word == "-i")?;
-        words.next().filter(|_| jumps_to_istio(self.text))
+        if jumps_to_istio(self.text) { words.next() } else { None }
     }
 
     /// Returns table and chain, if traffic capture knows them.
@@ -190,13 +194,13 @@ impl<'a> SavedRule<'a> {
 
 /// Parses the part of a rule behind `-A CHAIN`.
 pub(in crate::capture) fn entry(text: &str) -> Entry {
-    let words: Vec<_> = text.split(' ').collect();
-    read(&words).unwrap_or_else(|| Entry::Foreign(text.to_owned()))
+    read(&text.split(' ').collect::<Vec<_>>()).unwrap_or_else(|| Entry::Foreign(text.to_owned()))
 }
 
 /// Converts the words of a rule to the model. Returns None if the model cannot express it.
 fn read(mut words: &[&str]) -> Option<Entry> {
-    let (mut matches, mut module) = (Vec::new(), "");
+    let mut matches = Vec::new();
+    let mut module = "";
     loop {
         match words {
             ["-j", target @ ..] => return Some(Entry::rule(matches, verdict(target)?)),
@@ -230,8 +234,8 @@ fn criterion(module: &str, option: &str, value: &str) -> Option<Criterion> {
         ("--sport", "tcp" | "udp") => Criterion::SourcePort(value.parse().ok()?),
         ("--dport", "tcp" | "udp") => Criterion::DestinationPort(vec![range(value, ':')?]),
         ("--dports", "multiport") => {
-            let ports = value.split(',').map(|ports| range(ports, ':'));
-            Criterion::DestinationPort(ports.collect::<Option<_>>()?)
+            let ports: Option<_> = value.split(',').map(|ports| range(ports, ':')).collect();
+            Criterion::DestinationPort(ports?)
         }
         ("--uid-owner", "owner") => Criterion::User(Id::Numbers(range(value, '-')?)),
         ("--gid-owner", "owner") => Criterion::Group(Id::Numbers(range(value, '-')?)),
@@ -283,10 +287,9 @@ pub(in crate::capture) fn jumps_to_istio(text: &str) -> bool {
 }
 
 pub(in crate::capture) fn target(text: &str) -> Option<&str> {
-    let words: Vec<_> = text.split(' ').collect();
     // The last option counts, because a comment before it may contain any words.
-    let option = words.iter().rposition(|word| matches!(*word, "-j" | "-g"));
-    words.get(option? + 1).copied()
+    let words: Vec<_> = text.split(' ').collect();
+    words.get(words.iter().rposition(|word| matches!(*word, "-j" | "-g"))? + 1).copied()
 }
 
 #[cfg(test)]
