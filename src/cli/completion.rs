@@ -4,6 +4,7 @@ use clap::{Args, Command, CommandFactory};
 use clap_complete::Shell;
 
 use super::Cli;
+use crate::runtime::lifecycle::BoxError;
 
 #[derive(Args, Clone, Debug)]
 pub struct CompletionFlags {
@@ -14,17 +15,20 @@ pub struct CompletionFlags {
 
 pub fn script(flags: &CompletionFlags) -> String {
     let Some(shell) = flags.shell else {
-        let mut help = CompletionFlags::augment_args(Command::new("pilot-agent completion"));
-        return help.render_help().to_string();
+        return CompletionFlags::augment_args(Command::new("pilot-agent completion"))
+            .render_help()
+            .to_string();
     };
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "pilot-agent", &mut script);
     String::from_utf8_lossy(&script).into_owned()
 }
 
-fn shell(name: &str) -> Result<Shell, String> {
-    let shell = name.parse::<Shell>().ok().filter(|shell| *shell != Shell::Elvish);
-    shell.ok_or_else(|| "expected bash, zsh, fish or powershell".to_owned())
+fn shell(name: &str) -> Result<Shell, BoxError> {
+    match name.parse() {
+        Ok(Shell::Elvish) | Err(_) => Err("expected bash, zsh, fish or powershell".into()),
+        Ok(shell) => Ok(shell),
+    }
 }
 
 #[cfg(test)]

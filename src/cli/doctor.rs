@@ -66,8 +66,7 @@ pub async fn run(
     log: &LogFlags,
     environment: &Environment,
 ) -> (String, ExitCode) {
-    let is_terminal = io::stdout().is_terminal();
-    let width = if is_terminal { WIDTH } else { usize::MAX };
+    let width = if io::stdout().is_terminal() { WIDTH } else { usize::MAX };
     match report(&flags.proxy, log, environment).await {
         Ok(report) if flags.format.is_json() => {
             (format!("{:#}", json!(report)), exit_code(report.level))
@@ -87,11 +86,12 @@ pub async fn report(
     log: &LogFlags,
     environment: &Environment,
 ) -> Result<Report, Problem> {
-    let (flags, log, env) = (flags.clone(), log.clone(), environment.clone());
+    let flags = flags.clone();
+    let log = log.clone();
+    let env = environment.clone();
     let read = run_within(STEP_LIMIT, &THREADS, move || {
-        let port = config::status_port(&env, ".".as_ref());
-        let config = config::load(&flags, &log, &env, ".".as_ref());
-        (port, config, Vec::new())
+        let root = Path::new(".");
+        (config::status_port(&env, root), config::load(&flags, &log, &env, root), Vec::new())
     });
     let (port, config, mut checks) = read.await.unwrap_or_else(unread);
     let Some(port) = port else {
@@ -120,8 +120,7 @@ pub async fn report(
 /// Replaces a configuration whose files were not read in time by a skipped check, which is not a finding.
 fn unread(why: String) -> (Option<u16>, Result<Config, Vec<Problem>>, Vec<Check>) {
     let late = Problem::new(codes::CHECKS_LATE, "configuration files", why);
-    let check = Check::with_level(Level::Skipped, &late);
-    (Some(DEFAULT_PORT), Err(Vec::new()), vec![check])
+    (Some(DEFAULT_PORT), Err(Vec::new()), vec![Check::with_level(Level::Skipped, &late)])
 }
 
 /// Returns the exit code of a report: 0, or 1 with warnings, or 2 with errors.
@@ -141,18 +140,15 @@ async fn request_report(port: u16) -> Result<Report, Problem> {
             http_client::Error::Connect(_) => codes::AGENT_NOT_RUNNING,
             _ => codes::AGENT_SILENT,
         };
-        let unanswered = || Problem::new(code, "agent", with_causes(&error));
-        used_up_ports(&error).unwrap_or_else(unanswered)
+        used_up_ports(&error).unwrap_or_else(|| Problem::new(code, "agent", with_causes(&error)))
     })?;
     if response.status() == StatusCode::FORBIDDEN {
         let body = String::from_utf8_lossy(response.body());
         let text = body.rsplit_once(" [").map_or(body.trim(), |(text, _)| text);
         return Err(Problem::new(codes::CALLER_REFUSED, "doctor", text).remedy(""));
     }
-    serde_json::from_slice(response.body()).map_err(|_| {
-        let subject = format!("port {port}");
-        Problem::new(codes::AGENT_UNKNOWN, subject, quoted(&response))
-    })
+    serde_json::from_slice(response.body())
+        .map_err(|_| Problem::new(codes::AGENT_UNKNOWN, format!("port {port}"), quoted(&response)))
 }
 
 /// Returns the status and the beginning of an unknown response.

@@ -123,8 +123,7 @@ pub fn parse(line: impl IntoIterator<Item = String>) -> Result<ParsedLine, Parse
                 cli.command = Some(Command::Version(version::VersionFlags::default()));
             }
             let flags = matches.subcommand().and_then(|(name, matches)| {
-                let command = command.find_subcommand(name)?;
-                Some(flags::values(command, matches))
+                Some(flags::values(command.find_subcommand(name)?, matches))
             });
             Ok(ParsedLine { cli, flags: flags.unwrap_or_default(), unknown_flags })
         }
@@ -150,8 +149,7 @@ pub fn has_colours(environment: &Environment) -> bool {
 
 /// Colours the level with which a line of a report begins. The line must be printable.
 pub fn coloured(line: &str) -> String {
-    let text = line.strip_prefix("  ").unwrap_or(line);
-    let word = text.split(' ').next().unwrap_or_default();
+    let word = line.strip_prefix("  ").unwrap_or(line).split(' ').next().unwrap_or_default();
     let colours = [("error", 31), ("warning", 33), ("ok", 32), ("skipped", 2)];
     match colours.iter().find(|(level, _)| *level == word) {
         Some((_, colour)) => line.replacen(word, &format!("\x1b[{colour}m{word}\x1b[0m"), 1),
@@ -223,14 +221,16 @@ pub fn help() -> String {
 /// Formats clap's error in one sentence, with pilot-agent's text if it has one, and with the nearest name.
 fn one_sentence(error: &clap::Error) -> String {
     let argument = error.get(ContextKind::InvalidArg);
-    let invalid = argument.or_else(|| error.get(ContextKind::InvalidSubcommand));
-    let word = invalid.map(ToString::to_string).unwrap_or_default();
+    let word = argument.or(error.get(ContextKind::InvalidSubcommand)).map(ToString::to_string);
+    let word = word.unwrap_or_default();
     match error.kind() {
         ErrorKind::InvalidSubcommand => {
-            let nearest = error.get(ContextKind::SuggestedSubcommand);
-            let hint = nearest.map(|names| format!("\n\nDid you mean this?\n\t{names}\n"));
-            let lines = hint.unwrap_or_default().replace(", ", "\n\t");
-            format!("unknown command {word:?} for \"pilot-agent\"{lines}")
+            let mut text = format!("unknown command {word:?} for \"pilot-agent\"");
+            if let Some(names) = error.get(ContextKind::SuggestedSubcommand) {
+                let names = names.to_string().replace(", ", "\n\t");
+                text += &format!("\n\nDid you mean this?\n\t{names}\n");
+            }
+            text
         }
         ErrorKind::UnknownArgument if word.starts_with('-') => {
             format!("unknown flag: {word}{}", unknown::hint(error))

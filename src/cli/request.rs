@@ -85,13 +85,13 @@ pub async fn run(
     let port = flags.debug_port;
     if !PORTS.contains(&port) && config::status_port(environment, root).map(i32::from) != Some(port)
     {
-        let allowed = "is not in allowed list [15000 15004 15020 15021]";
-        return Err(format!("debug port {port} {allowed}").into());
+        return Err(
+            format!("debug port {port} is not in allowed list [15000 15004 15020 15021]").into()
+        );
     }
     let path = flags.path.strip_prefix('/').unwrap_or(&flags.path);
     if path == "drain" && flags.method == "POST" && standby::another_serves(environment) {
-        let written = writeln!(output, "another container of this pod serves");
-        return Ok(ignore_closed_pipe(written)?);
+        return Ok(ignore_closed_pipe(writeln!(output, "another container of this pod serves"))?);
     }
     let socket = match port {
         ADMIN => config::admin_socket(environment, root),
@@ -102,8 +102,7 @@ pub async fn run(
         None => (format!("http://localhost:{port}/{path}"), format!("port {port}")),
     };
     let sent = tokio::time::timeout(LIMIT, send(flags, &url, socket.as_deref(), output)).await;
-    let seconds = LIMIT.as_secs();
-    sent.map_err(|_| format!("no complete answer from {server} within {seconds} s"))?
+    sent.map_err(|_| format!("no complete answer from {server} within {} s", LIMIT.as_secs()))?
 }
 
 /// Sends the request to a URL, or to this socket.
@@ -118,8 +117,8 @@ async fn send(
     let method = Method::from_bytes(flags.method.as_bytes());
     *request.method_mut() =
         method.map_err(|_| format!("{:?} is not an HTTP method", flags.method))?;
-    let response = socket.map_or_else(redirected, Client::of_socket).send(request).await?;
-    let (head, mut body) = response.into_parts();
+    let client = socket.map_or_else(redirected, Client::of_socket);
+    let (head, mut body) = client.send(request).await?.into_parts();
     let status = head.status;
     let is_error = match socket {
         Some(_) => !status.is_success(),
@@ -128,8 +127,8 @@ async fn send(
     if is_error {
         let mut quote = BytesMut::new();
         body.read_into(&mut quote, MAX_QUOTE).await?;
-        let (status, body) = (status.as_u16(), String::from_utf8_lossy(&quote));
-        return Err(format!("received unsuccessful status code {status}: {body}").into());
+        let body = String::from_utf8_lossy(&quote);
+        return Err(format!("received unsuccessful status code {}: {body}", status.as_u16()).into());
     }
     while let Some(chunk) = body.chunk().await {
         let written = output.write_all(&chunk?);
@@ -137,8 +136,7 @@ async fn send(
             return Ok(ignore_closed_pipe(written)?);
         }
     }
-    let written = output.write_all(b"\n").and_then(|()| output.flush());
-    Ok(ignore_closed_pipe(written)?)
+    Ok(ignore_closed_pipe(output.write_all(b"\n").and_then(|()| output.flush()))?)
 }
 
 #[cfg(test)]

@@ -46,8 +46,9 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
     let usage = if flags.merge.is_empty() {
         let port = config::status_port(environment, ".".as_ref())
             .ok_or("the agent has no status port (statusPort is 0), so `scope` cannot ask it")?;
-        let requested = request_usage(port).await;
-        requested.map_err(|error| unusable(&format!("the response of port {port}"), &*error))?
+        request_usage(port)
+            .await
+            .map_err(|error| unusable(&format!("the response of port {port}"), &*error))?
     } else {
         merged(&flags.merge, MAX_INPUT)?
     };
@@ -62,10 +63,8 @@ pub async fn run(flags: &ScopeFlags, environment: &Environment) -> Result<String
 fn merged(paths: &[PathBuf], mut budget: u64) -> Result<Usage, BoxError> {
     let mut usages = Vec::new();
     for (index, path) in paths.iter().enumerate() {
-        let read = read_usages(path, &mut budget);
-        usages.extend(read.map_err(|error| {
-            let error = format!("{}: {error}", path.display());
-            unusable(&format!("{:?}", &paths[index..]), &error)
+        usages.extend(read_usages(path, &mut budget).map_err(|error| {
+            unusable(&format!("{:?}", &paths[index..]), &format!("{}: {error}", path.display()))
         })?);
     }
     let mut usages = usages.into_iter();
@@ -79,8 +78,7 @@ fn merged(paths: &[PathBuf], mut budget: u64) -> Result<Usage, BoxError> {
 fn read_usages(path: &Path, budget: &mut u64) -> Result<Vec<Usage>, BoxError> {
     let text = read_input(path, *budget)?;
     *budget -= text.len() as u64;
-    let usages = serde_json::Deserializer::from_str(&text).into_iter();
-    Ok(usages.collect::<Result<Vec<Usage>, _>>()?)
+    Ok(serde_json::Deserializer::from_str(&text).into_iter().collect::<Result<Vec<Usage>, _>>()?)
 }
 
 fn unusable(source: &str, error: impl Display) -> BoxError {
@@ -98,8 +96,7 @@ async fn request_usage(port: u16) -> Result<Usage, BoxError> {
     let mut request = Request::new(Bytes::new());
     *request.uri_mut() = http_url(&format!("http://127.0.0.1:{port}/debug/scope"))?;
     let limit = LIMIT.saturating_add(Duration::from_secs(1));
-    let client = Client::default();
-    let response = client.fetch(request, limit, MAX_RESPONSE).await?;
+    let response = Client::default().fetch(request, limit, MAX_RESPONSE).await?;
     match serde_json::from_slice(response.body()) {
         Ok(Body::Usage(usage)) => Ok(usage),
         Ok(Body::Failed { error }) => Err(error.into()),

@@ -58,8 +58,8 @@ pub struct PreflightFlags {
 impl PreflightFlags {
     /// Reads the file.
     pub fn read(&self) -> Result<String, BoxError> {
-        let text = read_input(self.file.as_ref(), MAX_INPUT);
-        text.map_err(|error| format!("cannot read {:?}: {error}", self.file).into())
+        read_input(self.file.as_ref(), MAX_INPUT)
+            .map_err(|error| format!("cannot read {:?}: {error}", self.file).into())
     }
 }
 

@@ -41,8 +41,7 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
     };
     // The bundle describes the mesh, so only its owner may read it.
     #[expect(clippy::disallowed_methods, reason = "the file is created, and must not exist")]
-    let mut options = OpenOptions::new();
-    match options.write(true).create_new(true).mode(0o600).open(path) {
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
         Ok(file) => Ok(Box::new(file)),
         Err(error) => Err(unusable(format!("--output {path:?}"), error).into()),
     }
@@ -68,8 +67,7 @@ fn sources(
         config: report::report(flags, log, all, environment, root).json(),
     };
     let config = config::load(flags, log, environment, root).ok();
-    let token = config.and_then(|config| config.token_file().map(Path::to_owned));
-    (sources, token)
+    (sources, config.and_then(|config| config.token_file().map(Path::to_owned)))
 }
 
 /// Collects the bundle and writes it.
@@ -81,13 +79,14 @@ pub async fn run(
     mut output: Box<dyn Write>,
 ) -> Result<(), BoxError> {
     let read = run_within(STEP_LIMIT, &THREADS, {
-        let (proxy, log, all) = (flags.proxy.clone(), log.clone(), all.to_vec());
+        let proxy = flags.proxy.clone();
+        let log = log.clone();
+        let all = all.to_vec();
         let environment = environment.clone();
         move || sources(&proxy, &log, &all, &environment, ".".as_ref())
     });
     let (sources, token) = read.await.unwrap_or_else(|why| {
-        let code = codes::BUNDLE_SETTINGS_LATE;
-        tracing::warn!("{}", Problem::new(code, "configuration files", why));
+        tracing::warn!("{}", Problem::new(codes::BUNDLE_SETTINGS_LATE, "configuration files", why));
         // There are no files under this root, so only flags and variables are read.
         sources(&flags.proxy, log, all, environment, "/dev/null".as_ref())
     });
@@ -103,6 +102,6 @@ pub async fn run(
     let collecting = support_bundle::collect(&sources, secrets, doctor);
     let bundle =
         with_progress("collecting configuration, debug pages and checks", collecting).await;
-    let written = ignore_closed_pipe(bundle.write(&mut output));
-    written.map_err(|error| unusable("support bundle", error).into())
+    ignore_closed_pipe(bundle.write(&mut output))
+        .map_err(|error| unusable("support bundle", error).into())
 }

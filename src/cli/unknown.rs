@@ -25,18 +25,16 @@ pub fn parse(
     mut line: Vec<String>,
 ) -> (Result<ArgMatches, clap::Error>, Vec<String>) {
     let commands = cli.get_subcommands().map(Command::get_name);
-    let commands: Vec<_> = commands.chain(["help"]).map(str::to_owned).collect();
-    let is_command = |word: &str| commands.iter().any(|name| name == word);
-    let is_tolerated = command(&line, is_command).is_none_or(|name| name == "proxy");
-    let may_be_a_value = |word: &String| {
-        let is_command = is_command(word) && word != DEBUG;
-        let is_named = is_command || NODE_TYPES.contains(&word.as_str());
-        !word.starts_with('-') && !is_named
-    };
+    let mut words: Vec<_> = commands.chain(["help"]).map(str::to_owned).collect();
+    let command = command(&line, |word| words.iter().any(|name| name == word));
+    let is_tolerated = command.is_none_or(|name| name == "proxy");
+    // The words that are not the value of an unknown flag before them.
+    words.retain(|word| word != DEBUG);
+    words.extend(NODE_TYPES.iter().map(ToString::to_string));
     let mut unknown = Vec::new();
     loop {
         let result = cli.try_get_matches_from_mut(&line);
-        let error = result.as_ref().err().filter(|_| is_tolerated);
+        let error = if is_tolerated { result.as_ref().err() } else { None };
         let Some((index, error)) = error.and_then(|it| Some((unknown_flag(it, &line)?, it))) else {
             return (result, unknown);
         };
@@ -44,7 +42,9 @@ pub fn parse(
         let flag = line.remove(index);
         let name = flag.split('=').next().unwrap_or(&flag);
         let mut text = format!("{name}{hint}");
-        if name == flag && line.get(index).is_some_and(may_be_a_value) {
+        if name == flag
+            && line.get(index).is_some_and(|word| !word.starts_with('-') && !words.contains(word))
+        {
             // The word may be a secret, so it is not shown.
             line.remove(index);
             text += " and the word after it";
@@ -55,8 +55,7 @@ pub fn parse(
 
 /// Names the known flag that clap finds nearest to an unknown one.
 pub(super) fn hint(error: &clap::Error) -> String {
-    let nearest = error.get(ContextKind::SuggestedArg);
-    nearest.map_or_else(String::new, |flag| format!(" ({flag}?)"))
+    error.get(ContextKind::SuggestedArg).map_or_else(String::new, |flag| format!(" ({flag}?)"))
 }
 
 /// Finds the index of the flag that clap rejects as unknown. clap names a short flag by its first letter only.

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use crate::config::environment::{Environment, ISTIO_META_ISTIO_VERSION};
 use crate::problem::Problem;
+use crate::runtime::lifecycle::BoxError;
 use crate::standby;
 use crate::trust::compliance;
 use crate::version::{self as build, AGENT_VERSION, REVISION, STATUS};
@@ -62,10 +63,10 @@ pub fn text(flags: &VersionFlags, env: &Environment) -> Result<String, Problem> 
     })
 }
 
-pub(super) fn output(text: &str) -> Result<String, String> {
+pub(super) fn output(text: &str) -> Result<String, BoxError> {
     match text {
         "" | "json" | "yaml" => Ok(text.to_owned()),
-        _ => Err("--output must be 'yaml' or 'json'".to_owned()),
+        _ => Err("--output must be 'yaml' or 'json'".into()),
     }
 }
 

@@ -58,13 +58,13 @@ async fn until_ready(flags: &WaitFlags, url: &Uri, last_error: &mut String) {
     let client = redirected();
     while let Err(error) = check(flags, &client, url).await {
         tracing::debug!("Not ready yet: {error}");
-        *last_error = error;
+        *last_error = error.to_string();
         sleep(pause(flags, start.elapsed())).await;
     }
 }
 
 /// Sends one request; any status but 200 is an error.
-async fn check(flags: &WaitFlags, client: &Client, url: &Uri) -> Result<(), String> {
+async fn check(flags: &WaitFlags, client: &Client, url: &Uri) -> Result<(), BoxError> {
     let limit = match flags.request_timeout_millis {
         0 => Duration::MAX,
         millis => Duration::from_millis(millis.into()),
@@ -75,8 +75,8 @@ async fn check(flags: &WaitFlags, client: &Client, url: &Uri) -> Result<(), Stri
     let response = sent.map_err(|_| format!("no answer within {limit:?}"))?;
     match response.map(|response| response.status()) {
         Ok(StatusCode::OK) => Ok(()),
-        Ok(status) => Err(format!("HTTP status code {}", status.as_u16())),
-        Err(error) => Err(with_causes(&error)),
+        Ok(status) => Err(format!("HTTP status code {}", status.as_u16()).into()),
+        Err(error) => Err(with_causes(&error).into()),
     }
 }
 

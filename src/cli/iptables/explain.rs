@@ -20,10 +20,8 @@ const INTERFACE: &str = "eth0";
 /// Describes what the rules of these arguments do with a flow.
 pub(super) async fn explain(flow: &Flow, config: &Config) -> Result<String, BoxError> {
     let packet = packet(flow, &machine::interfaces()?).await;
-    let family = Cidr::single(packet.destination.ip()).family();
-    let layout = Layout::new(&Rules::new(config), family);
-    let trace = simulate(&layout, &packet);
-    Ok(explain::explain(&packet, &trace, config))
+    let layout = Layout::new(&Rules::new(config), Cidr::single(packet.destination.ip()).family());
+    Ok(explain::explain(&packet, &simulate(&layout, &packet), config))
 }
 
 /// Completes a flow. The destination defaults to an address of this machine.
@@ -34,12 +32,13 @@ async fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
         _ => IpAddr::from(Ipv4Addr::UNSPECIFIED),
     };
     let destination = flow.destination.unwrap_or_else(|| {
-        let is_alike = |ip: &IpAddr| ip.is_ipv4() == unspecified.is_ipv4() && !ip.is_loopback();
-        addresses.clone().find(is_alike).unwrap_or(unspecified)
+        addresses
+            .clone()
+            .find(|ip| ip.is_ipv4() == unspecified.is_ipv4() && !ip.is_loopback())
+            .unwrap_or(unspecified)
     });
     let is_local = destination.is_loopback() || addresses.any(|ip| ip == destination);
-    let is_over_lo = flow.user.is_some() && is_local;
-    let interface = if is_over_lo { "lo" } else { INTERFACE };
+    let interface = if flow.user.is_some() && is_local { "lo" } else { INTERFACE };
     Packet {
         sender: match &flow.user {
             Some(user) => Some(sender(user, flow.group.as_ref()).await),
@@ -56,13 +55,12 @@ async fn packet(flow: &Flow, interfaces: &[Interface]) -> Packet {
 /// number or name of the user.
 async fn sender(given: &Id, group: Option<&Id>) -> Sender {
     let user = numbered("passwd", given.clone()).await;
-    let primary = || match &user {
-        Id::Numbers(_) => field(&accounts("passwd"), 2, &user.to_string(), 3).map(Id::from),
-        Id::Name(_) => None,
+    let primary = match (&user, group) {
+        (Id::Numbers(_), None) => field(&accounts("passwd"), 2, &user.to_string(), 3),
+        _ => None,
     };
-    let group = group.cloned().or_else(primary);
-    let group = numbered("group", group.unwrap_or_else(|| given.clone())).await;
-    Sender { user, group }
+    let group = group.cloned().or(primary.map(Id::from)).unwrap_or_else(|| given.clone());
+    Sender { user, group: numbered("group", group).await }
 }
 
 #[cfg(test)]

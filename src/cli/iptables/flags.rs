@@ -12,6 +12,7 @@ use crate::capture::explain::Flow;
 use crate::config::environment::{Environment, Value};
 use crate::config::flags::{Flag, parse_bool};
 use crate::runtime::duration;
+use crate::runtime::lifecycle::BoxError;
 
 /// The settings of the rules, and what to do with them.
 #[derive(Args, Clone, Debug)]
@@ -91,8 +92,8 @@ fn switch(flag: Arg) -> Arg {
     }
 }
 
-fn time(text: &str) -> Result<Duration, String> {
-    duration::parse(text).ok_or_else(|| format!("expected {}", Duration::EXPECTED))
+fn time(text: &str) -> Result<Duration, BoxError> {
+    duration::parse(text).ok_or_else(|| format!("expected {}", Duration::EXPECTED).into())
 }
 
 /// Returns the variables of a flag, the strongest last.
@@ -127,17 +128,17 @@ fn command() -> Command {
 
 /// Returns the arguments of variables, and then the given arguments: a later argument replaces an earlier one.
 pub(super) fn arguments(given: &[Flag], environment: &Environment) -> Vec<String> {
-    let (command, mut arguments) = (command(), Vec::new());
+    let command = command();
+    let mut arguments = Vec::new();
     for name in command.get_arguments().filter_map(Arg::get_long) {
-        let variables = variables(name);
-        let values = variables.iter().filter_map(|name| environment.text(name));
-        let given = given.iter().filter(|flag| flag.name == name && flag.is_given);
-        for value in values.chain(given.map(|flag| flag.value.as_str())) {
-            let argument = format!("--{name}={value}");
-            let parsed = command.clone().try_get_matches_from(["", &argument]);
-            arguments.extend(parsed.is_ok().then_some(argument));
+        for variable in variables(name) {
+            arguments.extend(environment.text(&variable).map(|value| format!("--{name}={value}")));
+        }
+        for flag in given.iter().filter(|flag| flag.name == name && flag.is_given) {
+            arguments.push(format!("--{name}={}", flag.value));
         }
     }
+    arguments.retain(|argument| command.clone().try_get_matches_from(["", argument]).is_ok());
     arguments
 }
 

@@ -22,12 +22,9 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// Reads the properties of this machine, and the family of its first address.
 pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), Problem> {
-    let interfaces = interfaces()?;
-    let addresses = interfaces.iter().map(if_addrs::Interface::ip);
-    let families = families(addresses, flags.dual_stack);
-    let (first, has_v6) = families.ok_or_else(|| {
-        let found = "no valid local IP address found";
-        Problem::new(codes::CAPTURE_NO_ADDRESS, "pod", found)
+    let addresses = interfaces()?.into_iter().map(|interface| interface.ip());
+    let (first, has_v6) = families(addresses, flags.dual_stack).ok_or_else(|| {
+        Problem::new(codes::CAPTURE_NO_ADDRESS, "pod", "no valid local IP address found")
     })?;
     let mut nameservers = Vec::new();
     if flags.settings.redirect_dns && !flags.settings.capture_all_dns {
@@ -49,8 +46,7 @@ pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, Problem> {
 /// Reads a list of users (`passwd`) or groups (`group`). Returns an empty text if it is unreadable.
 pub(super) fn accounts(database: &str) -> String {
     let path = Path::new("/etc").join(database);
-    let content = regular_file::read(&path, MAX_ACCOUNTS).unwrap_or_default();
-    String::from_utf8_lossy(&content).into_owned()
+    String::from_utf8_lossy(&regular_file::read(&path, MAX_ACCOUNTS).unwrap_or_default()).into()
 }
 
 /// Returns the family of the pod's address, which is the first one that reaches other hosts, and true if the pod
@@ -59,47 +55,47 @@ pub(super) fn families(
     addresses: impl Iterator<Item = IpAddr>,
     is_dual_stack: bool,
 ) -> Option<(Family, bool)> {
-    let is_local = |address: &IpAddr| match address {
-        IpAddr::V4(v4) => v4.is_link_local() || v4.octets()[..3] == [224, 0, 0],
-        IpAddr::V6(v6) => v6.is_unicast_link_local() || v6.segments()[0] & 0xff0f == 0xff02,
-    };
     let mut families = addresses
         .map(|address| address.to_canonical())
-        .filter(|address| !address.is_loopback() && !is_local(address))
+        .filter(|address| !address.is_loopback() && !is_link_local(*address))
         .map(|address| Cidr::single(address).family());
     let first = families.next()?;
     let has_other = is_dual_stack && families.any(|family| family == Family::V6);
     Some((first, first == Family::V6 || has_other))
 }
 
+/// Returns true for the addresses, also for multicast, that are valid on one link only.
+fn is_link_local(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => v4.is_link_local() || v4.octets()[..3] == [224, 0, 0],
+        IpAddr::V6(v6) => v6.is_unicast_link_local() || v6.segments()[0] & 0xff0f == 0xff02,
+    }
+}
+
 /// Returns the addresses of servers at port 53, which is the only port that is captured.
 pub(super) fn captured(servers: &[SocketAddr]) -> Vec<IpAddr> {
-    let captured = servers.iter().filter(|server| server.port() == 53);
-    captured.map(SocketAddr::ip).collect()
+    servers.iter().filter(|server| server.port() == 53).map(SocketAddr::ip).collect()
 }
 
 /// Looks up a user or group by the text of its field `key`, and returns its field `wanted`. Field 0 is the name,
 /// 2 the number, 3 the number of a user's group.
 pub(super) fn field(accounts: &str, key: usize, text: &str, wanted: usize) -> Option<u32> {
     let mut lines = accounts.lines().map(|line| line.split(':'));
-    let mut line = lines.find(|line| line.clone().nth(key) == Some(text))?;
-    line.nth(wanted)?.parse().ok()
+    lines.find(|line| line.clone().nth(key) == Some(text))?.nth(wanted)?.parse().ok()
 }
 
 /// Replaces names of users and groups by their numbers. Returns a problem for each unknown name.
 pub(super) async fn resolve(config: &mut Config) -> Vec<Problem> {
     let (Selection::AllBut(groups) | Selection::Only(groups)) = &mut config.owner_groups;
     let users = config.uids.iter_mut().map(|id| ("user", "passwd", id));
-    let group_ids = config.gids.iter_mut().chain(groups);
-    let groups = group_ids.map(|id| ("group", "group", id));
+    let groups = config.gids.iter_mut().chain(groups).map(|id| ("group", "group", id));
     let mut unknown = Vec::new();
     for (kind, database, id) in users.chain(groups) {
         *id = numbered(database, id.clone()).await;
         if let Id::Name(name) = id {
             let subject = format!("the {kind} in the arguments");
             let expected = format!("the name of a {kind} of this machine");
-            let code = codes::CAPTURE_OPTION_INVALID;
-            unknown.push(Problem::value(code, subject, name, expected));
+            unknown.push(Problem::value(codes::CAPTURE_OPTION_INVALID, subject, name, expected));
         }
     }
     unknown
@@ -112,10 +108,8 @@ pub(super) async fn numbered(database: &str, id: Id) -> Id {
     };
     let mut number = field(&accounts(database), 0, name, 2);
     if number.is_none() {
-        let printed = program::run("getent", &[database, name], "", LIMIT).await;
-        let output = printed.unwrap_or_default();
-        let line = String::from_utf8_lossy(&output);
-        number = line.split(':').nth(2).and_then(|id| id.parse().ok());
+        let output = program::run("getent", &[database, name], "", LIMIT).await.unwrap_or_default();
+        number = String::from_utf8_lossy(&output).split(':').nth(2).and_then(|id| id.parse().ok());
     }
     number.map_or(id, Id::from)
 }

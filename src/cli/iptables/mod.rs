@@ -78,8 +78,7 @@ pub async fn run(
         unknown = machine::resolve(&mut config).await;
     }
     if let Some(flow) = &flags.explain {
-        let text = explain::explain(flow, &config).await?;
-        return Ok((text, ExitCode::Success));
+        return Ok((explain::explain(flow, &config).await?, ExitCode::Success));
     }
     if !unknown.is_empty() {
         return Err(Invalid(unknown).into());
@@ -98,9 +97,9 @@ pub async fn run(
         return Ok(verify(&request, flags.native_nftables).await?);
     }
     if !flags.dry_run {
-        let (has_v6, servers) = (host.has_v6, &host.nameservers);
+        let Host { has_v6, nameservers, .. } = &host;
         let arguments = arguments.join(" ");
-        tracing::info!("Istio config: {arguments}; IPv6: {has_v6}; DNS servers: {servers:?}");
+        tracing::info!("Istio config: {arguments}; IPv6: {has_v6}; DNS servers: {nameservers:?}");
     }
     let mut text = String::new();
     if flags.dry_run && !flags.skip_rule_apply {
@@ -109,8 +108,7 @@ pub async fn run(
         set_up(&request, &flags).await?;
     }
     if flags.run_validation {
-        let (port, limit) = (flags.iptables_probe_port, flags.probe_timeout);
-        validation::run(&config, family, port, limit).await?;
+        validation::run(&config, family, flags.iptables_probe_port, flags.probe_timeout).await?;
         tracing::info!("traffic is captured");
     }
     Ok((text, ExitCode::Success))
@@ -139,8 +137,8 @@ fn follow_cni_plugin(settings: &mut Settings, arguments: &[String]) {
     // The template puts two ports before the ports of the annotation. The plugin reads the annotation.
     let given: Vec<_> = settings.istio_local_exclude_ports.split(',').collect();
     let annotated = given.strip_prefix(&["15090", "15021"]).unwrap_or(&given);
-    let ports = annotated.iter().chain(&["15020", "15021", "15090"]);
-    let ports: IndexSet<_> = ports.copied().collect();
+    let mut ports = IndexSet::<&str>::from_iter(annotated.iter().copied());
+    ports.extend(["15020", "15021", "15090"]);
     settings.istio_local_exclude_ports = Vec::from_iter(ports).join(",");
     if !is_given(arguments, "--istio-local-outbound-ports-exclude") {
         "15020".clone_into(&mut settings.istio_local_outbound_ports_exclude);
@@ -155,18 +153,19 @@ fn is_given(arguments: &[String], flag: &str) -> bool {
 /// Compares the live rules with the rules of these arguments.
 async fn verify(request: &Request<'_>, is_native: bool) -> Result<(String, ExitCode), Problem> {
     let findings = verify::findings(request, is_native).await?;
-    let (summary, code) = if findings.iter().any(Finding::affects_traffic) {
-        let differs = "Traffic may not be captured as these arguments ask:";
-        (differs, ExitCode::CaptureDiffers)
+    let affects_traffic = findings.iter().any(Finding::affects_traffic);
+    let summary = if affects_traffic {
+        "Traffic may not be captured as these arguments ask:"
     } else if findings.is_empty() {
-        let equal = "The rules are those that these arguments ask for: traffic is captured.";
-        (equal, ExitCode::Success)
+        "The rules are those that these arguments ask for: traffic is captured."
     } else {
-        let harmless = "Traffic is captured as these arguments ask, in spite of these differences:";
-        (harmless, ExitCode::Success)
+        "Traffic is captured as these arguments ask, in spite of these differences:"
     };
-    let lines = findings.iter().map(|finding| format!("\n  {finding}"));
-    Ok((summary.to_owned() + &lines.collect::<String>(), code))
+    let mut text = summary.to_owned();
+    for finding in findings {
+        text += &format!("\n  {finding}");
+    }
+    Ok((text, if affects_traffic { ExitCode::CaptureDiffers } else { ExitCode::Success }))
 }
 
 /// Sets up rules and routes, or removes them.
