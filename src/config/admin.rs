@@ -54,7 +54,8 @@ pub(super) fn socket(config: &ProxyConfig, env: &Environment) -> Result<Option<P
 pub(super) fn is_istios(config: &ProxyConfig, env: &Environment) -> Result<bool, Problem> {
     let code = codes::ADMIN_SOCKET_UNSUPPORTED;
     let variable = &variables::ISTIO_ENVOY_ADMIN_TRANSPORT;
-    let (name, value) = (variable.row.name, env.get(variable));
+    let name = variable.row.name;
+    let value = env.get(variable);
     let bootstraps = [
         ("customConfigFile", !config.custom_config_file.is_empty()),
         ("ISTIO_BOOTSTRAP_OVERRIDE", env.is_set(&variables::ISTIO_BOOTSTRAP_OVERRIDE)),

@@ -95,7 +95,7 @@ impl Loader<'_> {
         let is_same = discovery.address == authority.address
             && discovery.security == authority.security
             && discovery.metadata == authority.metadata;
-        (discovery, (!is_same).then_some(authority))
+        (discovery, if is_same { None } else { Some(authority) })
     }
 
     /// Configures the storage of the last known good configuration; None if it is not stored.
@@ -104,7 +104,10 @@ impl Loader<'_> {
     pub(super) fn last_known_good(&mut self) -> Option<ledger::Config> {
         let volume = self.volume(&variables::ISTIO_AGENT_KEEP_CONFIG);
         let on_demand = self.on_demand();
-        (on_demand || volume.is_some()).then(|| ledger::Config {
+        if !on_demand && volume.is_none() {
+            return None;
+        }
+        Some(ledger::Config {
             volume,
             former: None,
             own: None,
@@ -171,16 +174,17 @@ impl Loader<'_> {
         if !addresses.is_empty() {
             config.setting = variables::DISCOVERY_ADDRESS.row.name;
         }
-        let fallbacks = addresses.into_iter().skip(1).map(|address| {
+        let mut fallbacks = Vec::new();
+        for address in addresses.into_iter().skip(1) {
             let mut fallback = config.clone();
             fallback.proxy = self.proxy(&address);
             if let Security::Tls(tls) = &mut fallback.security {
                 tls.server_name = self.server_name(&address, override_name);
             }
             fallback.address = address;
-            fallback
-        });
-        config.fallbacks = fallbacks.collect();
+            fallbacks.push(fallback);
+        }
+        config.fallbacks = fallbacks;
         config
     }
 
@@ -194,19 +198,17 @@ impl Loader<'_> {
     pub(super) fn google_token(&mut self) -> Option<GoogleToken> {
         let kind = self.get(&variables::CREDENTIAL_FETCHER_TYPE);
         if !["", "JWT", "Mock", "GoogleComputeEngine"].contains(&&*kind) {
-            let expected = "JWT, GoogleComputeEngine or Mock";
-            self.problem("CREDENTIAL_FETCHER_TYPE", &kind, expected);
+            self.problem("CREDENTIAL_FETCHER_TYPE", &kind, "JWT, GoogleComputeEngine or Mock");
         }
-        (kind == "GoogleComputeEngine").then(|| GoogleToken {
-            audience: self.get(&variables::TRUST_DOMAIN),
-            path: TOKEN.into(),
-        })
+        if kind != "GoogleComputeEngine" {
+            return None;
+        }
+        Some(GoogleToken { audience: self.get(&variables::TRUST_DOMAIN), path: TOKEN.into() })
     }
 
     fn at_least(&mut self, variable: &Variable<Duration>, min: Duration) -> Duration {
         let found = self.get(variable);
-        let expected = format!("at least {min:?}");
-        self.limited(variable.row.name, found, found.max(min), expected)
+        self.limited(variable.row.name, found, found.max(min), format!("at least {min:?}"))
     }
 
     /// Returns the headers of each call: the cluster, and one for each variable with this prefix.
@@ -214,15 +216,14 @@ impl Loader<'_> {
         let cluster = self.get(&variables::ISTIO_META_CLUSTER_ID);
         let mut metadata = Vec::new();
         let given = self.env.with_prefix(prefix);
-        for (name, value) in std::iter::once(("clusterid", &*cluster)).chain(given) {
+        for (name, value) in [("clusterid", &*cluster)].into_iter().chain(given) {
             // `HeaderName` folds to lower case, as HTTP/2 requires.
             if let (Ok(name), Ok(mut value)) = (name.parse::<HeaderName>(), value.parse()) {
                 // A header may be a credential, which is not printed.
                 HeaderValue::set_sensitive(&mut value, name != "clusterid");
                 metadata.push((name, value));
             } else {
-                let subject = format!("{prefix}{name}");
-                self.problem(&subject, "(not shown)", "a header's name and value");
+                self.problem(format!("{prefix}{name}"), "(not shown)", "a header's name and value");
             }
         }
         metadata
@@ -295,17 +296,16 @@ impl Loader<'_> {
 
     /// Returns the trust anchors of the operating system.
     pub(super) fn system_roots(&self) -> SystemRoots {
-        let file = self.get(&variables::SSL_CERT_FILE);
-        SystemRoots::new(&file, &self.get(&variables::SSL_CERT_DIR))
+        SystemRoots::new(&self.get(&variables::SSL_CERT_FILE), &self.get(&variables::SSL_CERT_DIR))
     }
 
     /// Returns a file of roots, which must exist now if `is_needed`.
     fn root_file(&mut self, name: &str, file: PathBuf, is_needed: bool) -> tls::Roots {
         if !below(self.root, &file).is_file() {
-            let (code, path) = (codes::FILE_MISSING, file.display().to_string());
             let subject = format!("root file for istiod ({name})");
+            let path = file.display().to_string();
             let expected = "an existing file of root certificates";
-            let problem = Problem::value(code, subject, &path, expected);
+            let problem = Problem::value(codes::FILE_MISSING, subject, &path, expected);
             if is_needed {
                 self.notes.add(problem);
             } else {
@@ -322,36 +322,39 @@ pub(super) fn compliance(env: &Environment, warnings: &mut Vec<Problem>) -> Poli
     let policy = env.get(&variables::COMPLIANCE_POLICY);
     if policy.lacks_module() {
         let name = variables::COMPLIANCE_POLICY.row.name;
-        let (found, expected) = (env.text(name).unwrap_or_default(), "a build with FIPS=1");
+        let found = env.text(name).unwrap_or_default();
         let consequence = "TLS is restricted, but its cryptographic module is not a validated one";
-        warnings.push(Problem::replaced(name, found, expected, consequence));
+        warnings.push(Problem::replaced(name, found, "a build with FIPS=1", consequence));
     }
     policy
 }
 
 /// Reads the HTTP proxies of the environment, and warns of those that cannot be used.
 pub(super) fn proxies(env: &Environment, warnings: &mut Vec<Problem>) -> Proxies {
-    let mut proxy = |variable: &Variable<String>| {
-        let proxy = Proxy::parse(either_case(env, variable)?);
-        if proxy.is_none() {
-            let (expected, used) = ("http://host:port", "no proxy is used");
-            let (name, found) = (variable.row.name, "(not shown)");
-            warnings.push(Problem::replaced(name, found, expected, used));
-        }
-        proxy
-    };
-    let excluded = either_case(env, &variables::NO_PROXY).unwrap_or_default();
     Proxies {
-        http: proxy(&variables::HTTP_PROXY),
-        https: proxy(&variables::HTTPS_PROXY),
-        excluded: excluded.to_owned(),
+        http: proxy(&variables::HTTP_PROXY, env, warnings),
+        https: proxy(&variables::HTTPS_PROXY, env, warnings),
+        excluded: either_case(env, &variables::NO_PROXY).unwrap_or_default().to_owned(),
     }
+}
+
+fn proxy(
+    variable: &Variable<String>,
+    env: &Environment,
+    warnings: &mut Vec<Problem>,
+) -> Option<Proxy> {
+    let proxy = Proxy::parse(either_case(env, variable)?);
+    if proxy.is_none() {
+        let name = variable.row.name;
+        let expected = "http://host:port";
+        warnings.push(Problem::replaced(name, "(not shown)", expected, "no proxy is used"));
+    }
+    proxy
 }
 
 /// Reads a variable in upper case, else in lower case. Empty values do not count.
 fn either_case<'a>(env: &'a Environment, variable: &Variable<String>) -> Option<&'a str> {
     let lower = variable.row.name.to_ascii_lowercase();
     let names = [variable.row.name, &lower].into_iter();
-    let mut texts = names.filter_map(|name| env.text(name));
-    texts.find(|text| !text.is_empty())
+    names.filter_map(|name| env.text(name)).find(|text| !text.is_empty())
 }

@@ -33,18 +33,16 @@ impl Loader<'_> {
             return None;
         }
         let configured = self.get(&variables::DNS_PROXY_ADDR);
-        let is_root = rustix::process::getuid().is_root();
-        let address = listen::configured_address(&configured, is_root);
+        let address = listen::configured_address(&configured, rustix::process::getuid().is_root());
         let path = self.resolv_conf_path(address);
         let resolv_conf = ResolvConf::read(&path).unwrap_or_else(|problem| {
             // Without resolvers the agent still answers names of the mesh.
             self.notes.warnings.push(problem);
             ResolvConf::default()
         });
-        let resolvers = resolv_conf.nameservers.iter().map(SocketAddr::ip);
-        let resolvers: Vec<_> = resolvers.collect();
+        let resolvers: Vec<_> = resolv_conf.nameservers.iter().map(SocketAddr::ip).collect();
         let addresses = listen::listen_addresses(address, &resolvers, &self.interface_addresses);
-        let (namespace, domain) = (&self.namespace, self.domain());
+        let domain = self.domain();
         Some(DnsParameters {
             forwarder: forward::Config {
                 resolv_conf: path,
@@ -55,7 +53,7 @@ impl Loader<'_> {
             },
             server: dns::Config {
                 addresses,
-                search_domains: SearchDomains::new(namespace, &domain, &resolv_conf.search),
+                search_domains: SearchDomains::new(&self.namespace, &domain, &resolv_conf.search),
                 policy: Policy {
                     ttl: self.get(&variables::ISTIO_AGENT_DNS_TTL),
                     forward_before_first_table: listen::is_machine_resolver(address),

@@ -1,5 +1,6 @@
 //! Configures Envoy's process: command line, restarts and shutdown.
 
+use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +10,7 @@ use serde_json::Value;
 use super::environment as variables;
 use super::pod::NodeType;
 use super::{IGNORED, Loader, below};
-use crate::bootstrap;
+use crate::bootstrap::{self, Ports};
 use crate::dns::listen;
 use crate::envoy;
 use crate::envoy::admin::{Address, Admin};
@@ -134,8 +135,11 @@ impl Loader<'_> {
     /// Returns the pod's grace period without the reserve for the shutdown; None if it is unknown.
     fn grace_without_reserve(&self) -> Option<Duration> {
         let grace = Duration::from_secs(self.get(&variables::TERMINATION_GRACE_PERIOD_SECONDS));
+        if grace.is_zero() {
+            return None;
+        }
         let time = grace.saturating_sub(RESERVE).max(duration::scaled(grace, 0.5));
-        (!grace.is_zero()).then(|| time.saturating_sub(self.longest_delay()))
+        Some(time.saturating_sub(self.longest_delay()))
     }
 
     /// Returns the delay before the drain: the configured one, and a random part of the jitter. Warns if the longest one
@@ -172,9 +176,9 @@ impl Loader<'_> {
     /// Returns the time that in-flight requests have after a drain of fixed length.
     fn in_flight_grace(&self) -> Duration {
         let variable = &variables::ISTIO_AGENT_LAST_REQUESTS;
-        let (wanted, is_set) = (self.get(variable), self.env.is_set(variable));
+        let wanted = self.get(variable);
         let drain = self.proxy_config.termination_drain_time();
-        match (self.grace_without_reserve(), is_set) {
+        match (self.grace_without_reserve(), self.env.is_set(variable)) {
             (Some(time), true) => wanted.min(time.saturating_sub(drain)),
             (Some(time), false) => time.saturating_sub(drain),
             (None, true) => wanted,
@@ -190,8 +194,7 @@ impl Loader<'_> {
         if until_idle || self.in_flight_grace().is_zero() || self.get(&variables::DISABLE_ENVOY) {
             return Vec::new();
         }
-        let inbound_only = self.flags.kind == NodeType::Sidecar;
-        envoy::statistics(inbound_only).map(str::to_owned).to_vec()
+        envoy::statistics(self.flags.kind == NodeType::Sidecar).map(str::to_owned).to_vec()
     }
 
     /// Configures Envoy's command line. Warns of log levels that cannot be used.
@@ -199,8 +202,7 @@ impl Loader<'_> {
         let level = &self.flags.proxy_log_level;
         let (log, dropped) = LogLevels::split(level, &self.flags.proxy_component_log_level);
         for part in dropped {
-            let expected = "a level or component:level";
-            self.warn("--proxyLogLevel", &part, expected, IGNORED);
+            self.warn("--proxyLogLevel", part, "a level or component:level", IGNORED);
         }
         let threads = self.proxy_config.concurrency.map(u32::try_from);
         // An agent that runs as root to replace the machine's resolver runs Envoy as the user exempt
@@ -224,7 +226,7 @@ impl Loader<'_> {
             override_json: self.bootstrap_override(),
             // None is one thread for every hardware thread.
             concurrency: threads.and_then(Result::ok).filter(|it| *it != 0),
-            user: (replaces_resolver && is_root).then_some(UNCAPTURED),
+            user: if replaces_resolver && is_root { Some(UNCAPTURED) } else { None },
             fips_ciphers: matches!(self.policy, Policy::Fips140_2 | Policy::Fips140_3),
         }
     }
@@ -236,8 +238,8 @@ impl Loader<'_> {
             Ok(document) => Some(with_host_ip(&document, &self.get(&variables::HOST_IP))),
             Err(error) => {
                 let subject = format!("{} (ISTIO_BOOTSTRAP_OVERRIDE)", path.display());
-                let problem = Problem::new(codes::BOOTSTRAP_OVERRIDE_UNREADABLE, subject, error);
-                self.notes.warnings.push(problem);
+                let code = codes::BOOTSTRAP_OVERRIDE_UNREADABLE;
+                self.notes.warnings.push(Problem::new(code, subject, error));
                 None
             }
         }
@@ -245,25 +247,24 @@ impl Loader<'_> {
 }
 
 /// Reads a YAML or JSON object and returns it as JSON.
-fn read_object(path: &Path) -> Result<String, String> {
-    let text = regular_file::read_text(path, MAX_SETTINGS).map_err(|error| error.to_string())?;
+fn read_object(path: &Path) -> io::Result<String> {
+    let text = regular_file::read_text(path, MAX_SETTINGS)?;
     let document: Value = serde_saphyr::from_str(&text).map_err(|error| {
         let (line, reason) = yaml::line_and_reason(&error);
-        format!("line {line}: {reason}")
+        io::Error::other(format!("line {line}: {reason}"))
     })?;
     if !document.is_object() {
-        return Err("the document is not a YAML or JSON object".to_owned());
+        return Err(io::Error::other("the document is not a YAML or JSON object"));
     }
     Ok(document.to_string())
 }
 
 /// Returns the ports of Envoy's static listeners.
 fn internal_ports(bootstrap: &bootstrap::Config) -> Vec<u16> {
-    let ports = &bootstrap.ports;
-    let fixed = [ports.health, ports.prometheus];
-    let secure = [ports.secure_metrics, ports.secure_merged_metrics];
-    let all = fixed.into_iter().chain(secure);
-    all.filter(|port| *port != 0).collect()
+    let Ports { health, prometheus, secure_metrics, secure_merged_metrics } = bootstrap.ports;
+    let mut ports = vec![health, prometheus, secure_metrics, secure_merged_metrics];
+    ports.retain(|port| *port != 0);
+    ports
 }
 
 /// Replaces `$(HOST_IP)`. An IPv6 address is put in brackets, unless the text has them.

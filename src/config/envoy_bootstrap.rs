@@ -106,8 +106,7 @@ impl Loader<'_> {
     fn port_or_none(&mut self, variable: &variables::Variable<u32>) -> u16 {
         let port = self.get(variable);
         u16::try_from(port).unwrap_or_else(|_| {
-            let (name, found) = (variable.row.name, port.to_string());
-            self.problem(name, &found, "a port, or 0 for none");
+            self.problem(variable.row.name, port, "a port, or 0 for none");
             0
         })
     }
@@ -123,8 +122,7 @@ impl Loader<'_> {
         if parsed.is_none() {
             let subject = format!("ISTIO_META_{NAME}");
             let code = codes::LOAD_STATS_CONFIG_INVALID;
-            let problem = Problem::value(code, subject, text, "a JSON object");
-            self.notes.add(problem);
+            self.notes.add(Problem::value(code, subject, text, "a JSON object"));
         }
         parsed
     }
@@ -154,8 +152,7 @@ impl Loader<'_> {
 
     /// Configures the statistics a pod adds to the default ones. Annotations win over ProxyConfig.
     fn stats(&mut self, until_idle: bool) -> StatsConfig {
-        let configured = self.proxy_config.proxy_stats_matcher.clone();
-        let matcher = configured.unwrap_or_default();
+        let matcher = self.proxy_config.proxy_stats_matcher.clone().unwrap_or_default();
         let expected = "a duration from 1ms to less than 5m";
         let flush = self.interval("statsFlushInterval", expected, |flush| {
             flush.is_zero() || (1..300_000).contains(&flush.as_millis())
@@ -192,10 +189,9 @@ impl Loader<'_> {
 
     fn tags(&self) -> Vec<String> {
         let annotation = self.stats_annotation("extraStatTags").unwrap_or_default();
-        let setting = self.proxy_config.extra_stat_tags.iter();
-        let all = setting.map(String::as_str).chain(annotation.split(','));
-        let tags: IndexSet<_> = all.filter(|tag| !tag.is_empty()).collect();
-        tags.into_iter().map(str::to_owned).collect()
+        let mut tags: IndexSet<_> = self.proxy_config.extra_stat_tags.iter().cloned().collect();
+        tags.extend(annotation.split(',').map(str::to_owned));
+        tags.into_iter().filter(|tag| !tag.is_empty()).collect()
     }
 
     fn buckets(&mut self) -> BTreeMap<String, Vec<Number>> {
@@ -203,7 +199,7 @@ impl Loader<'_> {
         let text = self.stats_annotation(NAME).unwrap_or("{}").to_owned();
         json::read(&text).unwrap_or_else(|_| {
             let expected = "a JSON object of lists of numbers";
-            self.warn(&format!("{PREFIX}{NAME}"), &text, expected, IGNORED);
+            self.warn(format!("{PREFIX}{NAME}"), &text, expected, IGNORED);
             BTreeMap::new()
         })
     }
@@ -218,7 +214,7 @@ impl Loader<'_> {
         let text = self.stats_annotation(annotation)?.to_owned();
         let interval = duration::parse(&text).filter(is_valid);
         if interval.is_none() {
-            self.warn(&format!("{PREFIX}{annotation}"), &text, expected, IGNORED);
+            self.warn(format!("{PREFIX}{annotation}"), text, expected, IGNORED);
         }
         interval.filter(|interval| !interval.is_zero())
     }
@@ -236,7 +232,8 @@ impl Loader<'_> {
         let name = self.get(&variables::POD_NAME);
         let (raw, static_labels) = self.raw_metadata();
         let domain = self.domain();
-        let (kind, address) = (self.flags.kind, self.addresses[0]);
+        let kind = self.flags.kind;
+        let address = self.addresses[0];
         let mut labels = static_labels.clone();
         if let Some(pod_labels) = &self.labels {
             labels.extend(pod_labels.clone());
@@ -249,8 +246,7 @@ impl Loader<'_> {
             None => &labels,
         };
         let cluster = self.cluster(&labels, &raw);
-        let derived = self.derived_metadata(&raw, sds_socket, ports);
-        let members = derived.into_iter().chain([
+        let members = self.derived_metadata(&raw, sds_socket, ports).into_iter().chain([
             ("LABELS", json!(labels)),
             ("STATIC_LABELS", json!(static_labels)),
             ("NAME", json!(name)),
@@ -262,8 +258,9 @@ impl Loader<'_> {
                 Err(problem) => self.notes.problems.push(problem),
             }
         }
-        let members = members.filter(|(_, value)| !is_left_out(value));
-        metadata.extend(members.map(|(name, value)| (name.to_owned(), value)));
+        for (name, value) in members.filter(|(_, value)| !is_left_out(value)) {
+            metadata.insert(name.to_owned(), value);
+        }
         Node {
             id: format!("{kind}~{address}~{name}.{}~{domain}", self.namespace),
             cluster,
@@ -292,22 +289,21 @@ impl Loader<'_> {
         };
         let skips_logs = self.get(&variables::ENVOY_SKIP_DEPRECATED_LOGS);
         let exits_if_idle = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);
-        let flag = |is_set: bool| json!(is_set.then_some("true"));
+
         let merged_metrics = ports.secure_merged_metrics;
         let service_account = self.get(&variables::SERVICE_ACCOUNT);
         let socket_name = sds_socket.file_name().unwrap_or_default().to_string_lossy();
-        let given = raw.get("ANNOTATIONS").and_then(Value::as_object);
-        let mut annotations = given.cloned().unwrap_or_default();
-        let pod_annotations = self.annotations.iter();
-        annotations.extend(pod_annotations.map(|(name, text)| (name.clone(), json!(text))));
+        let mut annotations =
+            raw.get("ANNOTATIONS").and_then(Value::as_object).cloned().unwrap_or_default();
+        annotations.extend(self.annotations.iter().map(|(name, text)| (name.clone(), json!(text))));
         [
             ("ANNOTATIONS", annotations.into()),
             ("ENVOY_PROMETHEUS_PORT", json!(ports.prometheus)),
             ("ENVOY_SECURE_MERGED_METRICS_PORT", json!(merged_metrics)),
             ("ENVOY_SECURE_METRICS_PORT", json!(ports.secure_metrics)),
-            ("ENVOY_SKIP_DEPRECATED_LOGS", flag(skips_logs)),
+            ("ENVOY_SKIP_DEPRECATED_LOGS", json!(skips_logs.then_some("true"))),
             ("ENVOY_STATUS_PORT", json!(ports.health)),
-            ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", flag(exits_if_idle)),
+            ("EXIT_ON_ZERO_ACTIVE_CONNECTIONS", json!(exits_if_idle.then_some("true"))),
             ("INSTANCE_IPS", json!(addresses.join(","))),
             ("METADATA_DISCOVERY", json!(discovers_peers.to_string())),
             ("NAMESPACE", json!(self.namespace)),
@@ -321,20 +317,23 @@ impl Loader<'_> {
     }
 
     fn istiod_san(&self) -> Option<&str> {
-        let name = match address::split(&self.proxy_config.discovery_address)? {
-            ("localhost", _) => ISTIOD_NAME,
-            (host, _) => host,
-        };
-        (!self.proxy_config.is_plaintext()).then_some(name)
+        match address::split(&self.proxy_config.discovery_address)? {
+            _ if self.proxy_config.is_plaintext() => None,
+            ("localhost", _) => Some(ISTIOD_NAME),
+            (host, _) => Some(host),
+        }
     }
 
     /// Returns members of node metadata as given: `proxyMetadata`, then `ISTIO_META_*`, then the members of
     /// `ISTIO_METAJSON_*`, each over the one before. Also returns the labels among them.
     fn raw_metadata(&mut self) -> (Map<String, Value>, Pairs) {
         let mut raw = Map::new();
-        let metadata = self.proxy_config.proxy_metadata.iter();
-        let mesh = metadata.filter_map(|(k, v)| Some((k.strip_prefix("ISTIO_META_")?, v.as_str())));
-        for (name, value) in mesh.chain(self.env.with_prefix("ISTIO_META_")) {
+        for (name, value) in &self.proxy_config.proxy_metadata {
+            if let Some(name) = name.strip_prefix("ISTIO_META_") {
+                raw.insert(name.to_owned(), value.as_str().into());
+            }
+        }
+        for (name, value) in self.env.with_prefix("ISTIO_META_") {
             raw.insert(name.to_owned(), value.into());
         }
         let mut labels = Pairs::new();
@@ -369,8 +368,8 @@ impl Loader<'_> {
         let workload = raw.get("WORKLOAD_NAME").and_then(Value::as_str);
         let workload = workload.filter(|name| !name.is_empty());
         // An empty label counts as a name.
-        let values = NAME_LABELS.iter().filter_map(|key| labels.get(*key));
-        let names: Vec<_> = values.map(String::as_str).collect();
+        let names: Vec<&str> =
+            NAME_LABELS.iter().filter_map(|key| labels.get(*key).map(String::as_str)).collect();
         let canonical = names.last().copied().or(workload);
         let namespace = self.namespace.as_str();
         let configured: &str = match &self.proxy_config.cluster_name {

@@ -11,6 +11,7 @@ use clap::{ArgAction, ArgMatches, Args, Command, ValueEnum};
 use super::environment::Value;
 use super::pod::NodeType;
 use crate::problem::Problem;
+use crate::runtime::lifecycle::BoxError;
 use crate::{logging, spelling};
 
 /// Logging, for every command.
@@ -122,9 +123,8 @@ pub struct Flag {
 pub fn values(command: &Command, matches: &ArgMatches) -> Vec<Flag> {
     let flags = command.get_arguments().filter_map(|flag| {
         let id = flag.get_id().as_str();
-        let values = matches.try_get_raw(id).ok()??;
-        let texts: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
-        let value = texts.join(",");
+        let values = matches.try_get_raw(id).ok()??.map(|value| value.to_string_lossy());
+        let value = values.collect::<Vec<_>>().join(",");
         Some(Flag {
             name: flag.get_long().unwrap_or("type").to_owned(),
             value: match flag.get_action() {
@@ -140,20 +140,19 @@ pub fn values(command: &Command, matches: &ArgMatches) -> Vec<Flag> {
     sorted
 }
 
-fn node_type(text: &str) -> Result<NodeType, String> {
+fn node_type(text: &str) -> Result<NodeType, BoxError> {
     if ["ztunnel", "agentgateway"].contains(&text) {
-        return Err(format!("proxy type {text} is not supported by this agent"));
+        return Err(format!("proxy type {text} is not supported by this agent").into());
     }
     NodeType::from_str(text, false).map_err(|_| {
-        let names = NodeType::value_variants().iter().map(ToString::to_string);
-        let hint = spelling::hint(text, "", names);
-        format!("invalid proxy Type: {text}{hint}")
+        let known = NodeType::value_variants().iter().map(ToString::to_string);
+        format!("invalid proxy Type: {text}{}", spelling::hint(text, "", known)).into()
     })
 }
 
 /// Parses a boolean in every spelling that variables have.
-pub fn parse_bool(text: &str) -> Result<bool, String> {
-    bool::parse(text).ok_or_else(|| format!("expected {}", bool::EXPECTED))
+pub fn parse_bool(text: &str) -> Result<bool, BoxError> {
+    bool::parse(text).ok_or_else(|| format!("expected {}", bool::EXPECTED).into())
 }
 
 /// Reads the words after `proxy`.

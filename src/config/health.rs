@@ -46,14 +46,12 @@ impl Loader<'_> {
                 (http.host, port, kind, headers)
             }
             Some(given::Check::TcpSocket(tcp)) => {
-                let port = self.port("tcpSocket", tcp.port);
-                (tcp.host, port, Kind::Tcp, HeaderMap::new())
+                (tcp.host, self.port("tcpSocket", tcp.port), Kind::Tcp, HeaderMap::new())
             }
             Some(given::Check::Grpc(grpc)) => {
-                let service = grpc.service;
                 let port = self.port("grpc", grpc.port);
-                let headers = self.headers(Vec::new());
-                (String::new(), port, Kind::Grpc { service }, headers)
+                let kind = Kind::Grpc { service: grpc.service };
+                (String::new(), port, kind, self.headers(Vec::new()))
             }
             Some(given::Check::Exec(exec)) if !exec.command.is_empty() => {
                 return Some(Check::Exec(exec.command, timeout));
@@ -76,9 +74,8 @@ impl Loader<'_> {
     fn port(&mut self, kind: &str, given: u32) -> u16 {
         let port = u16::try_from(given).unwrap_or_default();
         if port == 0 {
-            let (subject, given) = (format!("{MEMBER}.{kind}.port"), given.to_string());
-            let consequence = "the workload stays unhealthy";
-            self.warn(&subject, &given, "a port from 1 to 65535", consequence);
+            let subject = format!("{MEMBER}.{kind}.port");
+            self.warn(subject, given, "a port from 1 to 65535", "the workload stays unhealthy");
         }
         port
     }
@@ -87,13 +84,11 @@ impl Loader<'_> {
     fn headers(&mut self, given: Vec<HttpHeader>) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for HttpHeader { name, value } in given {
-            let parsed = (name.parse::<HeaderName>(), value.parse::<HeaderValue>());
-            if let (Ok(name), Ok(value)) = parsed {
+            if let (Ok(name), Ok(value)) = (name.parse::<HeaderName>(), value.parse()) {
                 headers.append(name, value);
             } else {
                 let subject = format!("{MEMBER}.httpGet.httpHeaders");
-                let consequence = "the header is not sent";
-                self.warn(&subject, &name, "a header that HTTP allows", consequence);
+                self.warn(subject, name, "a header that HTTP allows", "the header is not sent");
             }
         }
         headers.entry(header::USER_AGENT).or_insert(USER_AGENT);
@@ -110,9 +105,8 @@ impl Loader<'_> {
             Ok(0) => default,
             Ok(given) => given,
             Err(_) => {
-                let (subject, given) = (format!("{MEMBER}.{member}"), given.to_string());
-                let used = format!("{default} is used");
-                self.warn(&subject, &given, "a positive number", used);
+                let subject = format!("{MEMBER}.{member}");
+                self.warn(subject, given, "a positive number", format!("{default} is used"));
                 default
             }
         }

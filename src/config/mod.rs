@@ -228,15 +228,14 @@ impl<'a> Loader<'a> {
         let mut notes = merged.notes;
         notes.warnings.splice(..0, pod_warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
-            let subject = "network interfaces";
-            let problem = Problem::new(codes::INTERFACES_UNREADABLE, subject, error);
-            notes.warnings.push(problem);
+            let code = codes::INTERFACES_UNREADABLE;
+            notes.warnings.push(Problem::new(code, "network interfaces", error));
             Vec::new()
         });
         let warnings = &mut notes.warnings;
         let instance_ip = env.get(&environment::INSTANCE_IP);
-        let list = annotations.get(pod::EXCLUDED_INTERFACES);
-        let excluded: Vec<_> = entries(list.map_or("", String::as_str)).collect();
+        let excluded = annotations.get(pod::EXCLUDED_INTERFACES).map_or("", String::as_str);
+        let excluded: Vec<_> = entries(excluded).collect();
         let interface_addresses: BTreeSet<_> = interfaces.iter().map(|it| it.address).collect();
         Self {
             flags,
@@ -333,8 +332,7 @@ impl<'a> Loader<'a> {
         }
         let users: Result<_, _> = entries(&given).map(str::parse).collect();
         if users.is_err() {
-            let expected = "numbers of users, separated by commas, or any";
-            self.problem(variable.row.name, &given, expected);
+            self.problem(variable.row.name, given, "numbers of users, separated by commas, or any");
         }
         Some(users.unwrap_or_default())
     }
@@ -343,26 +341,30 @@ impl<'a> Loader<'a> {
     fn sds_socket(&mut self) -> PathBuf {
         let name = self.get(&environment::WORKLOAD_IDENTITY_SOCKET_FILE);
         if name.is_empty() || name.contains('/') || name == ".." {
-            let expected = "a file name without a directory";
-            self.problem("WORKLOAD_IDENTITY_SOCKET_FILE", &name, expected);
+            self.problem("WORKLOAD_IDENTITY_SOCKET_FILE", &name, "a file name without a directory");
         }
         Path::new("./var/run/secrets/workload-spiffe-uds").join(name)
     }
 
-    fn problem(&mut self, subject: &str, found: &str, expected: impl Into<Cow<'static, str>>) {
-        let problem = Problem::value(codes::SETTING_INVALID, subject, found, expected);
-        self.notes.add(problem);
+    fn problem(
+        &mut self,
+        subject: impl ToString,
+        found: impl ToString,
+        expected: impl Into<Cow<'static, str>>,
+    ) {
+        let found = found.to_string();
+        self.notes.add(Problem::value(codes::SETTING_INVALID, subject, &found, expected));
     }
 
     fn warn(
         &mut self,
-        subject: &str,
-        found: &str,
+        subject: impl ToString,
+        found: impl ToString,
         expected: impl Into<Cow<'static, str>>,
         consequence: impl Into<Cow<'static, str>>,
     ) {
-        let warning = Problem::replaced(subject, found, expected, consequence);
-        self.notes.warnings.push(warning);
+        let found = found.to_string();
+        self.notes.warnings.push(Problem::replaced(subject, &found, expected, consequence));
     }
 
     /// Returns `used`, which is the value `found` within its limits. Warns if they differ.
@@ -374,8 +376,7 @@ impl<'a> Loader<'a> {
         expected: impl Into<Cow<'static, str>>,
     ) -> T {
         if used != found {
-            let consequence = format!("{used:?} is used");
-            self.warn(subject, &format!("{found:?}"), expected, consequence);
+            self.warn(subject, format!("{found:?}"), expected, format!("{used:?} is used"));
         }
         used
     }

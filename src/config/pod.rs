@@ -77,7 +77,8 @@ pub(super) fn addresses(
 ) -> Vec<IpAddr> {
     for name in excluded {
         if !interfaces.iter().any(|interface| interface.name == *name) {
-            let (code, expected) = (codes::INTERFACE_UNKNOWN, "the name of an interface");
+            let code = codes::INTERFACE_UNKNOWN;
+            let expected = "the name of an interface";
             warnings.push(Problem::value(code, EXCLUDED_INTERFACES, name, expected));
         }
     }
@@ -86,9 +87,9 @@ pub(super) fn addresses(
     if found.is_empty() {
         found = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     }
-    let excluded_interfaces = interfaces.iter().filter(|it| excluded.contains(&&*it.name));
-    let excluded_addresses: Vec<_> = excluded_interfaces.map(|it| it.address).collect();
-    found.retain(|address| !excluded_addresses.contains(address));
+    found.retain(|address| {
+        !interfaces.iter().any(|it| it.address == *address && excluded.contains(&&*it.name))
+    });
     let mut addresses: IndexSet<_> = instance_ip.into_iter().chain(found).collect();
     if addresses.is_empty() {
         addresses.insert(Ipv4Addr::LOCALHOST.into());
@@ -110,8 +111,7 @@ pub(super) fn pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Opt
         Ok(text) => Some(parse_pairs(&text, &path, warnings)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => {
-            let code = codes::FILE_UNREADABLE;
-            warnings.push(Problem::new(code, path.display(), error));
+            warnings.push(Problem::new(codes::FILE_UNREADABLE, path.display(), error));
             None
         }
     }
@@ -127,8 +127,7 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
             pairs.insert(key.to_owned(), value);
         } else {
             let subject = format!("{} line {}", path.display(), index + 1);
-            let expected = "key=\"value\"";
-            warnings.push(Problem::value(codes::FILE_LINE, subject, line, expected));
+            warnings.push(Problem::value(codes::FILE_LINE, subject, line, "key=\"value\""));
         }
     }
     pairs
@@ -138,8 +137,10 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
 /// `\x7f` is a byte instead of a character, but the kubelet writes it only for text that is not UTF-8, which
 /// Kubernetes does not store.
 fn unquote(literal: &str) -> Option<String> {
-    let is_quoted = literal.starts_with('"') && literal.ends_with('"');
-    is_quoted.then(|| serde_saphyr::from_str(literal))?.ok()
+    if !literal.starts_with('"') || !literal.ends_with('"') {
+        return None;
+    }
+    serde_saphyr::from_str(literal).ok()
 }
 
 #[cfg(test)]

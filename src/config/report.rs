@@ -26,41 +26,40 @@ pub fn report(
     env: &Environment,
     root: &Path,
 ) -> Report {
-    let setting = |name: &str, value: Value, origin: &str| {
-        (name.to_owned(), json!({ "value": value, "origin": origin }))
-    };
     let loader = Loader::read(flags, env, root, pod::interfaces(), None);
-    let printable = loader.proxy_config.printable().into_iter();
-    let members = printable.map(|(name, value)| setting(&name, value, loader.origins.find(&name)));
-    let members: Value = members.collect();
+    let mut members = loader.proxy_config.printable();
+    for (name, value) in &mut members {
+        *value = setting(value.take(), loader.origins.find(name));
+    }
     // If the configuration cannot be used, these warnings are the only known ones.
     let merge_warnings = loader.notes.warnings.clone();
     let (warnings, problems) = match loader.config(log) {
         // Only a running agent knows whether another process serves the workload's secrets.
-        Ok(config) => {
-            let warnings = [config.warnings, config.authority_problems];
-            (warnings.concat(), Vec::new())
-        }
+        Ok(config) => ([config.warnings, config.authority_problems].concat(), Vec::new()),
         Err(problems) => (merge_warnings, problems),
     };
     // This variable is shown member by member.
-    let rows = TABLE.iter().filter(|row| row.name != "PROXY_CONFIG");
-    let variables = rows.map(|row| {
+    let mut variables = Map::new();
+    for row in TABLE.iter().filter(|row| row.name != "PROXY_CONFIG") {
         let (value, origin) = variable(row, env);
-        setting(row.name, value.into(), origin)
-    });
-    let documented = all.iter().filter(|flag| !flag.is_hidden);
-    let flags = documented.map(|flag| {
+        variables.insert(row.name.to_owned(), setting(value.into(), origin));
+    }
+    let mut flags = Map::new();
+    for flag in all.iter().filter(|flag| !flag.is_hidden) {
         let origin = if flag.is_given { "flag" } else { DEFAULT };
-        setting(&flag.name, json!(flag.value), origin)
-    });
+        flags.insert(flag.name.clone(), setting(json!(flag.value), origin));
+    }
     Report(json!({
         "proxyConfig": members,
-        "variables": variables.collect::<Value>(),
-        "flags": flags.collect::<Value>(),
+        "variables": variables,
+        "flags": flags,
         "warnings": texts(&warnings),
         "problems": texts(&problems),
     }))
+}
+
+fn setting(value: Value, origin: &str) -> Value {
+    json!({ "value": value, "origin": origin })
 }
 
 /// Problems that depend on the files and interfaces of the machine.
@@ -83,8 +82,7 @@ pub fn manifest_configuration(
     env: &Environment,
     annotations: Pairs,
 ) -> (Map<String, Value>, Diagnostics) {
-    let nowhere = NOWHERE.as_ref();
-    let mut loader = Loader::read(flags, env, nowhere, Ok(Vec::new()), Some(annotations));
+    let mut loader = Loader::read(flags, env, NOWHERE.as_ref(), Ok(Vec::new()), Some(annotations));
     let mut members = loader.proxy_config.printable();
     members.retain(|name, _| loader.origins.find(name) != DEFAULT);
     let config = loader.build(log);
@@ -128,9 +126,9 @@ impl Report {
                 text += &format!("{section}:\n");
             }
             for (name, setting) in found.as_object().into_iter().flatten() {
-                let (value, origin) = (&setting["value"], setting["origin"].as_str());
-                let setting = format!("  {name}: {value}");
-                text += &format!("{setting:<60} # {}\n", origin.unwrap_or_default());
+                let origin = setting["origin"].as_str().unwrap_or_default();
+                let setting = format!("  {name}: {}", setting["value"]);
+                text += &format!("{setting:<60} # {origin}\n");
             }
             for line in found.as_array().into_iter().flatten() {
                 text += &format!("  - {line}\n");

@@ -77,7 +77,6 @@ impl SecretSources {
 impl Loader<'_> {
     /// Configures the source of the workload's secrets, and their readers.
     pub(super) fn secret_sources(&mut self, socket: &Path) -> SecretSources {
-        let sends_crl = self.get(&variables::PILOT_ENABLE_CA_CRL);
         SecretSources {
             files: files::Config {
                 workload: self.workload_files(),
@@ -86,7 +85,11 @@ impl Loader<'_> {
             },
             options: SecretOptions {
                 key_provider: self.key_provider(),
-                crl: sends_crl.then(|| CRL.into()),
+                crl: if self.get(&variables::PILOT_ENABLE_CA_CRL) {
+                    Some(CRL.into())
+                } else {
+                    None
+                },
             },
             absent_socket: self.absent_socket(socket),
             users: self.users(&variables::ISTIO_AGENT_SDS_USERS),
@@ -98,15 +101,15 @@ impl Loader<'_> {
         let is_requested = self.get(&variables::FILE_MOUNTED_CERTS);
         if let (true, Some(client)) = (is_requested, self.get(&variables::PROV_CERT)) {
             let expected = "nothing, because FILE_MOUNTED_CERTS is set";
-            self.problem("PROV_CERT", &client.to_string_lossy(), expected);
+            self.problem("PROV_CERT", client.to_string_lossy(), expected);
         }
         match self.get(&variables::CA_PROVIDER).as_str() {
             GOOGLE => {
                 let missing = self.missing(MOUNTED, GOOGLE_NAMES);
                 if !missing.is_empty() {
                     let found = format!("files do not exist: {}", missing.join(", "));
-                    let (code, subject) = (codes::FILE_MISSING, "GKE workload certificates");
-                    self.notes.add(Problem::new(code, subject, found));
+                    let subject = "GKE workload certificates";
+                    self.notes.add(Problem::new(codes::FILE_MISSING, subject, found));
                 }
                 return Some(files_in(MOUNTED, GOOGLE_NAMES, true));
             }
@@ -117,16 +120,17 @@ impl Loader<'_> {
             return Some(files_in(MOUNTED, NAMES, true));
         }
         // Files that the agent writes itself are not a source.
-        let output = self.get(&variables::OUTPUT_CERTS);
-        let is_output = output.is_some_and(|it| is_same_directory(&it, LEGACY.as_ref()));
-        (is_requested || !is_output).then(|| files_in(LEGACY, NAMES, is_requested))
+        match self.get(&variables::OUTPUT_CERTS) {
+            Some(it) if !is_requested && is_same_directory(&it, LEGACY.as_ref()) => None,
+            _ => Some(files_in(LEGACY, NAMES, is_requested)),
+        }
     }
 
     /// Returns the paths of the files that do not exist.
     fn missing(&self, directory: &str, names: [&str; 3]) -> Vec<String> {
-        let paths = names.map(|name| Path::new(directory).join(name));
-        let missing = paths.iter().filter(|path| !self.root.join(path).is_file());
-        missing.map(|path| path.display().to_string()).collect()
+        let mut paths = names.map(|name| format!("{directory}/{name}")).to_vec();
+        paths.retain(|path| !self.root.join(path).is_file());
+        paths
     }
 
     fn key_provider(&self) -> Option<KeyProvider> {
@@ -194,13 +198,11 @@ impl Loader<'_> {
     /// Configures the output of secrets to files. None if there is none, or if it would overwrite their source.
     fn output(&mut self, sources: &SecretSources) -> Option<output::Config> {
         let directory = self.get(&variables::OUTPUT_CERTS)?;
-        let workload = sources.files.workload.as_ref();
-        let source = workload.and_then(|files| files.chain.parent());
+        let source = sources.files.workload.as_ref().and_then(|files| files.chain.parent());
         if source.is_some_and(|source| is_same_directory(source, &directory)) {
             let found = format!("secrets are read from {}", directory.display());
-            let (code, name) = (codes::SETTING_REPLACED, variables::OUTPUT_CERTS.row.name);
-            let problem = Problem::new(code, name, found).consequence("no files are written");
-            self.notes.warnings.push(problem);
+            let problem = Problem::new(codes::SETTING_REPLACED, "OUTPUT_CERTS", found);
+            self.notes.warnings.push(problem.consequence("no files are written"));
             return None;
         }
         Some(output::Config {
@@ -231,15 +233,15 @@ impl Loader<'_> {
 
     fn rsa(&mut self) -> KeyType {
         let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
-        let (code, name) = (codes::WORKLOAD_KEY_SIZE, "WORKLOAD_RSA_KEY_SIZE");
+        let code = codes::WORKLOAD_KEY_SIZE;
+        let name = "WORKLOAD_RSA_KEY_SIZE";
         let found = bits.to_string();
         if !(2048..=8192).contains(&bits) {
             let expected = "a number of bits from 2048 to 8192";
             self.notes.add(Problem::value(code, name, &found, expected));
         } else if !RSA_SIZES.contains(&bits) {
             let problem = Problem::value(code, name, &found, "2048, 3072, 4096 or 8192");
-            let consequence = "the next larger size is used";
-            self.notes.warnings.push(problem.consequence(consequence));
+            self.notes.warnings.push(problem.consequence("the next larger size is used"));
         }
         KeyType::Rsa(bits)
     }
@@ -254,8 +256,7 @@ impl Loader<'_> {
 
     fn ratio(&mut self, variable: &Variable<f64>) -> f64 {
         let ratio = self.get(variable);
-        let expected = "a number from 0 to 1";
-        self.limited(variable.row.name, ratio, ratio.clamp(0.0, 1.0), expected)
+        self.limited(variable.row.name, ratio, ratio.clamp(0.0, 1.0), "a number from 0 to 1")
     }
 }
 
@@ -273,6 +274,6 @@ fn is_same_directory(one: &Path, other: &Path) -> bool {
 
 /// Returns the system's first bundle of root certificates that exists, else the first one of all.
 fn system_bundle() -> PathBuf {
-    let found = SYSTEM_BUNDLES.iter().find(|path| Path::new(path).is_file());
-    found.unwrap_or(&SYSTEM_BUNDLES[0]).into()
+    let mut bundles = SYSTEM_BUNDLES.iter();
+    bundles.find(|path| Path::new(path).is_file()).unwrap_or(&SYSTEM_BUNDLES[0]).into()
 }

@@ -21,11 +21,11 @@ type LookUp = Box<dyn FnOnce(&str) -> io::Result<Vec<IpAddr>> + Send>;
 
 /// Replaces the name by an address, or unsets it with a warning.
 pub(super) fn resolve(merged: &mut Merged) {
-    let system = |host: &str| {
-        let found = (host, 0).to_socket_addrs()?;
-        Ok(found.map(|address| address.ip()).collect())
-    };
-    resolve_by(Box::new(system), LIMIT, merged);
+    resolve_by(Box::new(look_up), LIMIT, merged);
+}
+
+fn look_up(host: &str) -> io::Result<Vec<IpAddr>> {
+    Ok((host, 0).to_socket_addrs()?.map(|address| address.ip()).collect())
 }
 
 fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
@@ -51,21 +51,17 @@ fn resolve_by(look_up: LookUp, limit: Duration, merged: &mut Merged) {
 }
 
 /// Returns the first IPv4 address, else the last IPv6 address.
-fn resolve_host(limit: Duration, host: String, look_up: LookUp) -> Result<IpAddr, String> {
+fn resolve_host(limit: Duration, host: String, look_up: LookUp) -> io::Result<IpAddr> {
     let (answer, answers) = mpsc::channel();
-    let task = move || {
+    std::thread::Builder::new().name("statsd".to_owned()).spawn(move || {
         // The receiver is dropped if the answer comes too late.
         let _ = answer.send(look_up(&host));
-    };
-    let thread = std::thread::Builder::new().name("statsd".to_owned());
-    thread.spawn(task).map_err(|error| error.to_string())?;
+    })?;
     let found = answers
         .recv_timeout(limit)
-        .map_err(|_| format!("no answer within {limit:?}"))?
-        .map_err(|error| error.to_string())?;
+        .map_err(|_| io::Error::other(format!("no answer within {limit:?}")))??;
     let v4 = found.iter().find(|ip| ip.is_ipv4());
-    let preferred = v4.or(found.last()).copied();
-    preferred.ok_or_else(|| "no address".to_owned())
+    v4.or(found.last()).copied().ok_or_else(|| io::Error::other("no address"))
 }
 
 #[cfg(test)]

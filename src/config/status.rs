@@ -32,6 +32,7 @@ impl Loader<'_> {
     /// None if the port is switched off.
     pub(super) fn status(&mut self, grpc_bootstrap: Option<PathBuf>) -> Option<status::Config> {
         let probers = self.probers();
+        // Its problems are reported even if there is no status port.
         let config = status::Config {
             port: self.proxy_config.agent_port().unwrap_or_default(),
             metrics_localhost_only: self.get(&variables::METRICS_LOCALHOST_ACCESS_ONLY),
@@ -48,14 +49,14 @@ impl Loader<'_> {
             debug_users: self.users(&variables::ISTIO_AGENT_DEBUG_USERS),
             control_users: self.users(&variables::ISTIO_AGENT_CONTROL_USERS),
         };
-        (config.port != 0).then_some(config)
+        if config.port == 0 { None } else { Some(config) }
     }
 
     /// Returns the limit of a query to Envoy's admin interface.
     fn readiness_query(&mut self) -> Duration {
         let variable = &variables::PROXY_READINESS_PROBE_TIMEOUT;
-        let (wanted, default) = (self.get(variable), Duration::from_secs(3));
-        let used = if wanted.is_zero() { default } else { wanted };
+        let wanted = self.get(variable);
+        let used = if wanted.is_zero() { Duration::from_secs(3) } else { wanted };
         self.limited(variable.row.name, wanted, used, "more than 0s")
     }
 
@@ -77,12 +78,10 @@ impl Loader<'_> {
     }
 
     fn probers(&mut self) -> Probers {
-        let text = self.get(&variables::ISTIO_KUBE_APP_PROBERS);
-        Probers::parse(&text).unwrap_or_else(|errors| {
+        Probers::parse(&self.get(&variables::ISTIO_KUBE_APP_PROBERS)).unwrap_or_else(|errors| {
             for error in errors {
                 let name = variables::ISTIO_KUBE_APP_PROBERS.row.name;
-                let problem = Problem::new(codes::SETTING_INVALID, name, error);
-                self.notes.add(problem);
+                self.notes.add(Problem::new(codes::SETTING_INVALID, name, error));
             }
             Probers::default()
         })
@@ -92,8 +91,9 @@ impl Loader<'_> {
     pub(super) fn scrape(&mut self, bootstrap: &bootstrap::Config) -> scrape::Config {
         let is_merged = self.get(&variables::PILOT_AGENT_MERGE_ENVOY_STATS);
         let has_envoy = !self.get(&variables::DISABLE_ENVOY);
+        let envoy_port = bootstrap.ports.prometheus;
         scrape::Config {
-            envoy_port: (is_merged && has_envoy).then_some(bootstrap.ports.prometheus),
+            envoy_port: if is_merged && has_envoy { Some(envoy_port) } else { None },
             hidden: hidden(&bootstrap.stats),
             targets: self.targets(self.proxy_config.agent_port().unwrap_or(DEFAULT_PORT)),
             limit: self.get(&variables::ISTIO_AGENT_SCRAPE_LIMIT_BYTES),
@@ -109,8 +109,7 @@ impl Loader<'_> {
             return Vec::new();
         };
         let mut targets = targets::parse(json, status_port).unwrap_or_else(|error| {
-            let problem = Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error);
-            self.notes.add(problem);
+            self.notes.add(Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error));
             Vec::new()
         });
         let variable = &variables::ISTIO_AGENT_SCRAPE_TLS;
@@ -125,8 +124,7 @@ impl Loader<'_> {
                 }
             }
             Err(error) => {
-                let problem = Problem::new(codes::SETTING_INVALID, variable.row.name, error);
-                self.notes.add(problem);
+                self.notes.add(Problem::new(codes::SETTING_INVALID, variable.row.name, error));
             }
         }
         targets
@@ -138,8 +136,7 @@ impl Loader<'_> {
         let config = systemd::Config::new(&socket, self.watchdog());
         if config.is_none() {
             let expected = "a path, or an abstract name after @";
-            let name = variables::NOTIFY_SOCKET.row.name;
-            self.warn(name, &socket, expected, "systemd is not notified");
+            self.warn("NOTIFY_SOCKET", socket, expected, "systemd is not notified");
         }
         config
     }
@@ -150,8 +147,7 @@ impl Loader<'_> {
         if process.is_some_and(|process| process != std::process::id().to_string()) {
             return None;
         }
-        let time = self.get(&variables::WATCHDOG_USEC)?;
-        Some(Duration::from_micros(time.get()))
+        Some(Duration::from_micros(self.get(&variables::WATCHDOG_USEC)?.get()))
     }
 }
 

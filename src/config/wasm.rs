@@ -50,8 +50,7 @@ impl Loader<'_> {
         let networks = self.get(&variable).into_iter().filter_map(|entry| {
             let network = Cidr::parse(&entry);
             if network.is_none() {
-                let expected = "networks such as 10.0.0.0/8";
-                self.warn(variable.row.name, &entry, expected, IGNORED);
+                self.warn(variable.row.name, entry, "networks such as 10.0.0.0/8", IGNORED);
             }
             network
         });
@@ -60,13 +59,12 @@ impl Loader<'_> {
 
     /// Lists the files with registry credentials, by precedence.
     fn registry_credentials(&self) -> Vec<PathBuf> {
-        let file =
-            |directory: &Variable<Option<PathBuf>>, name| Some(self.get(directory)?.join(name));
-        let home = file(&variables::HOME, ".docker/config.json");
-        let docker = file(&variables::DOCKER_CONFIG, "config.json").or(home);
-        let runtime = file(&variables::XDG_RUNTIME_DIR, "containers/auth.json");
-        let files = [docker, self.get(&variables::REGISTRY_AUTH_FILE), runtime];
-        files.into_iter().flatten().collect()
+        let docker = self.get(&variables::DOCKER_CONFIG);
+        let docker = docker.or(self.get(&variables::HOME).map(|home| home.join(".docker")));
+        let docker = docker.map(|directory| directory.join("config.json"));
+        let runtime = self.get(&variables::XDG_RUNTIME_DIR);
+        let runtime = runtime.map(|directory| directory.join("containers/auth.json"));
+        [docker, self.get(&variables::REGISTRY_AUTH_FILE), runtime].into_iter().flatten().collect()
     }
 }
 

@@ -253,8 +253,7 @@ impl Environment {
     /// Reads the environment of this process. Variables whose names are not text are left out.
     #[expect(clippy::disallowed_methods, reason = "this is the one reader")]
     pub fn from_process() -> Self {
-        let named = std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v)));
-        Self(named.collect())
+        Self(std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v))).collect())
     }
 
     /// Returns a warning for each variable that has this agent's prefix and is unknown.
@@ -266,16 +265,14 @@ impl Environment {
             if known.contains(&name) {
                 return None;
             }
-            let hint = spelling::hint(name, PREFIX, &known);
-            let (subject, text) = (format!("{PREFIX}{name}"), format!("unknown variable{hint}"));
-            Some(Problem::new(codes::SETTING_UNKNOWN, subject, text))
+            let found = format!("unknown variable{}", spelling::hint(name, PREFIX, &known));
+            Some(Problem::new(codes::SETTING_UNKNOWN, format!("{PREFIX}{name}"), found))
         })
     }
 
     /// Returns the variables that are set and have no effect, each with the reason.
     pub fn without_effect(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        let set = rows().filter(|row| self.0.contains_key(row.name));
-        set.filter_map(|row| match row.state {
+        rows().filter(|row| self.0.contains_key(row.name)).filter_map(|row| match row.state {
             State::WithoutEffect(why) => Some((row.name, why)),
             State::Honoured | State::Refused(_) => None,
         })
@@ -292,24 +289,22 @@ impl Environment {
                 "" => IGNORED.to_owned(),
                 default => format!("{default:?} is used"),
             };
-            let found = value.to_string_lossy();
-            Some(Problem::replaced(row.name, &found, row.expected, used))
+            Some(Problem::replaced(row.name, &value.to_string_lossy(), row.expected, used))
         })
     }
 
     /// Returns the variable's value, or its default if the variable is unset or malformed.
     #[expect(clippy::expect_used, reason = "a default is of its variable's type, as a test shows")]
     pub fn get<T: Value>(&self, variable: &Variable<T>) -> T {
-        let value = self.text(variable.row.name).and_then(variable.parse);
-        value
+        self.text(variable.row.name)
+            .and_then(variable.parse)
             .or_else(|| (variable.parse)(variable.row.default))
             .expect("a default is of its variable's type")
     }
 
     /// Returns true if the variable is set and not empty.
     pub fn is_set<T>(&self, variable: &Variable<T>) -> bool {
-        let value = self.0.get(variable.row.name);
-        value.is_some_and(|value| !value.is_empty())
+        self.0.get(variable.row.name).is_some_and(|value| !value.is_empty())
     }
 
     /// Returns the variable as text; None if it is unset or not text.
@@ -319,17 +314,16 @@ impl Environment {
 
     /// Returns the variables whose names begin with `prefix`, without it. Values that are not text are left out.
     pub fn with_prefix(&self, prefix: &str) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().filter_map(move |(name, value)| {
-            let rest = name.strip_prefix(prefix)?;
-            Some((rest, value.to_str()?)).filter(|(rest, _)| !rest.is_empty())
+        self.0.iter().filter_map(move |(name, value)| match name.strip_prefix(prefix)? {
+            "" => None,
+            rest => Some((rest, value.to_str()?)),
         })
     }
 }
 
 impl<K: Into<String>, V: Into<OsString>> FromIterator<(K, V)> for Environment {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(variables: I) -> Self {
-        let owned = variables.into_iter().map(|(k, v)| (k.into(), v.into()));
-        Self(owned.collect())
+        Self(variables.into_iter().map(|(k, v)| (k.into(), v.into())).collect())
     }
 }
 
@@ -395,9 +389,10 @@ fn budget(text: &str) -> Option<Option<Budget>> {
         return Some(None);
     }
     let (restarts, within) = text.split_once('/')?;
-    let restarts = restarts.parse().ok().filter(|restarts| *restarts > 0)?;
-    let within = duration::parse(within).filter(|within| !within.is_zero())?;
-    Some(Some(Budget { restarts, within }))
+    Some(Some(Budget {
+        restarts: restarts.parse().ok().filter(|restarts| *restarts > 0)?,
+        within: duration::parse(within).filter(|within| !within.is_zero())?,
+    }))
 }
 
 /// Writes the table for the help of `proxy`.

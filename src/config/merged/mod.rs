@@ -55,8 +55,7 @@ pub(super) fn merge(
     let mut merged = merge_without_flags(&flags.mesh_config, env, root, annotations);
     merged.notes.warnings.extend(env.unknown());
     merged.notes.warnings.extend(env.malformed());
-    let cpus = env.get(&environment::ISTIO_CPU_LIMIT);
-    set_threads(&mut merged, flags.concurrency, cpus);
+    set_threads(&mut merged, flags.concurrency, env.get(&environment::ISTIO_CPU_LIMIT));
     if let Some(ClusterName::ServiceCluster(name)) = &mut merged.config.cluster_name
         && name.is_empty()
     {
@@ -94,8 +93,7 @@ fn merge_without_flags(
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => {
             let problem = Problem::new(codes::FILE_UNREADABLE, origin, error);
-            let consequence = codes::FILE_MISSING.consequence;
-            merged.notes.add(problem.consequence(consequence));
+            merged.notes.add(problem.consequence(codes::FILE_MISSING.consequence));
         }
     }
     let variable = &environment::PROXY_CONFIG;
@@ -112,8 +110,7 @@ fn apply_late_annotations(merged: &mut Merged, annotations: &Pairs) {
         merged.config.discovery_address.clone_from(address);
         merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
         if address::split(address).is_none() {
-            let code = codes::SETTING_INVALID;
-            merged.problem(code, "discoveryAddress", address, HOST_PORT);
+            merged.problem(codes::SETTING_INVALID, "discoveryAddress", address, HOST_PORT);
         }
     }
     let Some(text) = annotations.get(STATUS_PORT_ANNOTATION) else {
@@ -124,10 +121,9 @@ fn apply_late_annotations(merged: &mut Merged, annotations: &Pairs) {
         merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
     } else {
         // A typing error must not switch the status server off.
-        let expected = "a port, or 0 for no status server";
         let code = codes::STATUS_PORT_ANNOTATION;
-        let problem = Problem::value(code, STATUS_PORT_ANNOTATION, text, expected);
-        merged.notes.warnings.push(problem);
+        let expected = "a port, or 0 for no status server";
+        merged.notes.warnings.push(Problem::value(code, STATUS_PORT_ANNOTATION, text, expected));
     }
 }
 
@@ -138,9 +134,7 @@ fn apply_discovery_addresses(merged: &mut Merged, env: &Environment) {
     for address in &addresses {
         if address::split(address).is_none() {
             let expected = format!("{HOST_PORT}, separated by commas");
-            let code = codes::SETTING_INVALID;
-            let problem = Problem::value(code, NAME, address, expected);
-            merged.notes.add(problem);
+            merged.notes.add(Problem::value(codes::SETTING_INVALID, NAME, address, expected));
         }
     }
     if let Some(first) = addresses.into_iter().next() {
@@ -162,20 +156,18 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
         return;
     }
     if !flags.template_file.is_empty() {
-        let path = flags.template_file.clone();
-        merged.config.proxy_bootstrap_template_path = path;
+        merged.config.proxy_bootstrap_template_path = flags.template_file.clone();
         merged.set_origin(MEMBER, "--templateFile");
     }
-    let (code, expected) =
-        (codes::BOOTSTRAP_TEMPLATE_SET, "nothing: this agent writes the bootstrap itself");
+    let code = codes::BOOTSTRAP_TEMPLATE_SET;
+    let expected = "nothing: this agent writes the bootstrap itself";
     let member = merged.config.proxy_bootstrap_template_path.clone();
     if is_foreign_template(&member) {
         merged.problem(code, MEMBER, &member, expected);
     }
     let variable = env.get(&environment::ISTIO_BOOTSTRAP);
     if is_foreign_template(&variable) {
-        let problem = Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected);
-        merged.notes.add(problem);
+        merged.notes.add(Problem::value(code, "ISTIO_BOOTSTRAP", &variable, expected));
     }
 }
 
@@ -185,8 +177,8 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
 fn set_threads(merged: &mut Merged, flag: u32, cpu_limit: u32) {
     let (threads, origin) = if flag != 0 {
         let found = format!("{flag} overrides concurrency of ProxyConfig");
-        let problem = Problem::new(codes::FLAG_OVERRIDES_CONFIG, "--concurrency", found);
-        merged.notes.warnings.push(problem);
+        let code = codes::FLAG_OVERRIDES_CONFIG;
+        merged.notes.warnings.push(Problem::new(code, "--concurrency", found));
         (flag, "--concurrency")
     } else if merged.config.concurrency.is_none() && cpu_limit != 0 {
         (cpu_limit, "ISTIO_CPU_LIMIT")
@@ -205,13 +197,12 @@ fn is_foreign_template(path: &str) -> bool {
 impl Merged {
     /// Returns the defaults.
     pub(super) fn builtin() -> Self {
-        let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
         let config = ProxyConfig {
             config_path: "./etc/istio/proxy".to_owned(),
             binary_path: "/usr/local/bin/envoy".to_owned(),
             cluster_name: Some(ClusterName::ServiceCluster("istio-proxy".to_owned())),
-            drain_duration: seconds(45),
-            termination_drain_duration: seconds(5),
+            drain_duration: Some(prost_types::Duration { seconds: 45, nanos: 0 }),
+            termination_drain_duration: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
             discovery_address: "istiod.istio-system.svc:15012".to_owned(),
             proxy_admin_port: 15000,
             control_plane_auth_policy: AuthenticationPolicy::MutualTls.into(),
@@ -235,11 +226,13 @@ impl Merged {
         let Some(Tree::Map(members)) = mesh.as_ref().map(|mesh| &mesh.value) else {
             return;
         };
-        let find = |name| members.iter().rfind(|(key, _)| key == name);
-        if let Some((_, config)) = find("defaultConfig").or_else(|| find("default_config"))
-            && !matches!(config.value, Tree::Null)
-        {
-            self.merge(&format!("defaultConfig of {origin}"), config);
+        for name in ["defaultConfig", "default_config"] {
+            if let Some((_, config)) = members.iter().rfind(|(key, _)| key == name) {
+                if !matches!(config.value, Tree::Null) {
+                    self.merge(&format!("defaultConfig of {origin}"), config);
+                }
+                return;
+            }
         }
     }
 
@@ -249,8 +242,9 @@ impl Merged {
         let lines = self.config.read(origin, node, &mut self.notes);
         let config = &mut self.config;
         if lines.contains_key("proxyMetadata") {
-            let later = std::mem::replace(&mut config.proxy_metadata, earlier.proxy_metadata);
-            config.proxy_metadata.extend(later);
+            let mut metadata = earlier.proxy_metadata;
+            metadata.append(&mut config.proxy_metadata);
+            config.proxy_metadata = metadata;
         }
         if let (Some(later), Some(earlier)) = (&mut config.proxy_headers, earlier.proxy_headers) {
             if later.forwarded_client_cert == 0 {
@@ -265,8 +259,9 @@ impl Merged {
         for member in lines.keys().filter(|path| top_member(path) == *path) {
             self.forget(member);
         }
-        let origins = lines.into_iter().map(|(path, line)| (path, format!("{origin} line {line}")));
-        self.origins.0.extend(origins);
+        for (path, line) in lines {
+            self.origins.0.insert(path, format!("{origin} line {line}"));
+        }
     }
 
     /// Records the origin of a member that was not set by a document.
@@ -285,12 +280,11 @@ impl Merged {
         &mut self,
         code: &'static Code,
         path: &str,
-        found: &str,
+        found: impl ToString,
         expected: impl Into<Cow<'static, str>>,
     ) {
         let subject = format!("{path} of {}", self.origins.find(path));
-        let problem = Problem::value(code, subject, found, expected);
-        self.notes.add(problem);
+        self.notes.add(Problem::value(code, subject, &found.to_string(), expected));
     }
 
     /// Reports that the value at `path` is ignored or replaced.
@@ -302,17 +296,18 @@ impl Merged {
         consequence: &'static str,
     ) {
         let subject = format!("{path} of {}", self.origins.find(path));
-        let warning = Problem::replaced(subject, found, expected, consequence);
-        self.notes.warnings.push(warning);
+        self.notes.warnings.push(Problem::replaced(subject, found, expected, consequence));
     }
 }
 
 impl Origins {
     /// Returns the origin of the value at `path`. If the value is not set, returns its parent's.
     pub(super) fn find(&self, path: &str) -> &str {
-        let mut parents = std::iter::successors(Some(path), |path| Some(path.rsplit_once('.')?.0));
-        let origin = parents.find_map(|path| self.0.get(path));
-        origin.map_or(DEFAULT, String::as_str)
+        match (self.0.get(path), path.rsplit_once('.')) {
+            (Some(origin), _) => origin,
+            (None, Some((parent, _))) => self.find(parent),
+            (None, None) => DEFAULT,
+        }
     }
 }
 

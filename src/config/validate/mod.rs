@@ -24,8 +24,7 @@ const MINIMA: [(&str, i64); 8] = [
 
 /// Reports values that cannot be used, and warns of outdated ones.
 pub(super) fn check(merged: &mut Merged) {
-    let document = &Value::from(merged.config.document());
-    let mut rules = Rules { document, merged };
+    let mut rules = Rules { document: &merged.config.document().into(), merged };
     rules.required();
     rules.numbers();
     rules.addresses();
@@ -55,8 +54,7 @@ impl<'a> Rules<'a> {
         self.text("drainDuration", expected, |text| {
             !["", "0s"].contains(&text) && !text.contains('.')
         });
-        let expected = "NONE or MUTUAL_TLS";
-        self.text("controlPlaneAuthPolicy", expected, |text| text != "INHERIT");
+        self.text("controlPlaneAuthPolicy", "NONE or MUTUAL_TLS", |text| text != "INHERIT");
     }
 
     fn numbers(&mut self) {
@@ -68,8 +66,7 @@ impl<'a> Rules<'a> {
         }
         for path in ["proxyAdminPort", "statusPort"] {
             let port = self.number(path).unwrap_or_default();
-            let is_port = (1..=65535).contains(&port);
-            self.expect(is_port, path, port, "a port from 1 to 65535");
+            self.expect((1..=65535).contains(&port), path, port, "a port from 1 to 65535");
         }
     }
 
@@ -114,8 +111,7 @@ impl<'a> Rules<'a> {
             return self.expect(false, PATH, "empty", "a provider: cryptomb or qat");
         };
         let path = format!("{PATH}.{method}.pollDelay");
-        let is_valid = |text: &str| !["", "0s"].contains(&text);
-        self.text(&path, "a duration that is not zero", is_valid);
+        self.text(&path, "a duration that is not zero", |text: &str| !["", "0s"].contains(&text));
     }
 
     fn filled(&mut self, path: &str) {
@@ -133,14 +129,12 @@ impl<'a> Rules<'a> {
     }
 
     fn get(&self, path: &str) -> Option<&'a Value> {
-        let pointer = format!("/{}", path.replace('.', "/"));
-        self.document.pointer(&pointer)
+        self.document.pointer(&format!("/{}", path.replace('.', "/")))
     }
 
     fn expect(&mut self, is_valid: bool, path: &str, found: impl Display, expected: &str) {
         if !is_valid {
-            let (code, found) = (codes::SETTING_INVALID, found.to_string());
-            self.merged.problem(code, path, &found, expected.to_owned());
+            self.merged.problem(codes::SETTING_INVALID, path, found, expected.to_owned());
         }
     }
 }
