@@ -49,16 +49,16 @@ fn each_address(address: &str, own: &[IpAddr]) -> Option<Vec<String>> {
     // With port 0 each socket would get another port.
     let port = port.parse().ok().filter(|port: &u16| *port != 0)?;
     let bare = host.trim_start_matches('[').trim_end_matches(']');
-    let is_any = |ip: IpAddr| ip.to_canonical().is_unspecified();
-    if !bare.is_empty() && !bare.parse().is_ok_and(is_any) {
+    let is_any = bare.parse().is_ok_and(|ip: IpAddr| ip.to_canonical().is_unspecified());
+    if !bare.is_empty() && !is_any {
         return None;
     }
-    let loopback = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-    let all = loopback.into_iter().chain(own.iter().copied());
+    let mut ips = vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+    ips.extend(own);
     // IPv6 may be disabled, and an address may still be checked for duplicates.
-    let usable = all.filter(|ip| UdpSocket::bind((*ip, 0)).is_ok());
-    let addresses: Vec<_> = usable.map(|ip| SocketAddr::new(ip, port).to_string()).collect();
-    (!addresses.is_empty()).then_some(addresses)
+    ips.retain(|ip| UdpSocket::bind((*ip, 0)).is_ok());
+    let addresses: Vec<_> = ips.iter().map(|ip| SocketAddr::new(*ip, port).to_string()).collect();
+    if addresses.is_empty() { None } else { Some(addresses) }
 }
 
 /// Returns whether programs take a server at `address` for the machine's resolver: then they depend on

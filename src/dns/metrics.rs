@@ -48,8 +48,7 @@ impl Metrics {
 
     /// Counts a response.
     pub(super) fn count_response(&self, message: &[u8], source: Source) {
-        let code = usize::from(wire::rcode(message));
-        self.responses[source as usize][code.min(RCODES.len())].inc();
+        self.responses[source as usize][usize::from(wire::rcode(message)).min(RCODES.len())].inc();
     }
 }
 

@@ -167,8 +167,7 @@ impl Dns {
             return Vec::new();
         };
         let names = self.queried.lock().clone();
-        let hosts = names.iter().filter_map(|name| table.host_of(name));
-        hosts.collect()
+        names.iter().filter_map(|name| table.host_of(name)).collect()
     }
 
     /// Remembers a name of the mesh that a client queried.
@@ -188,10 +187,9 @@ impl Dns {
 /// Checks that the agent's DNS server answers within `limit`.
 pub async fn check_server(server: SocketAddr, limit: Duration) -> Result<(), Problem> {
     let answered = tokio::time::timeout(limit, query_status(server)).await;
-    let (code, subject) = (codes::DNS_SERVER_SILENT, format!("server {server}"));
     answered
         .unwrap_or_else(|late| Err(late.into()))
-        .map_err(|error| Problem::new(code, subject, error))
+        .map_err(|error| Problem::new(codes::DNS_SERVER_SILENT, format!("server {server}"), error))
 }
 
 /// Sends a query with opcode STATUS, which no server forwards, and waits for the answer.
@@ -214,7 +212,8 @@ fn any_port(server: SocketAddr) -> SocketAddr {
 
 /// Binds both protocols to one port.
 fn bind_both(address: &str) -> Result<Bound, Problem> {
-    let (udp_failed, tcp_failed) = (listen_failed("udp", address), listen_failed("tcp", address));
+    let udp_failed = listen_failed("udp", address);
+    let tcp_failed = listen_failed("tcp", address);
     let udp = UdpSocket::bind(address).map_err(&udp_failed)?;
     let bound = udp.local_addr().map_err(&udp_failed)?;
     let tcp = TcpListener::bind(bound).map_err(&tcp_failed)?;

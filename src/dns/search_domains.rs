@@ -38,13 +38,13 @@ impl SearchDomains {
         let base = name.strip_suffix(search)?.strip_suffix(b".")?;
         // A bare star is not a name. Every name ends in an empty search domain.
         let is_name = !base.is_empty() && base != b"*";
-        (is_name && !base.ends_with(search)).then_some(base)
+        if is_name && !base.ends_with(search) { Some(base) } else { None }
     }
 
     /// Returns `name.namespace` of `name.namespace.svc`; `None` if the name does not end in this label.
     pub(super) fn without_svc_label<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
         let base = name.strip_suffix(self.svc_label.as_bytes())?;
-        (self.svc_label != "." && !base.is_empty()).then_some(base)
+        if self.svc_label == "." || base.is_empty() { None } else { Some(base) }
     }
 }
 

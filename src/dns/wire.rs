@@ -92,13 +92,11 @@ impl Record {
 }
 
 pub(crate) fn u16_at(message: &[u8], at: usize) -> Option<u16> {
-    let bytes = message.get(at..)?.first_chunk()?;
-    Some(u16::from_be_bytes(*bytes))
+    Some(u16::from_be_bytes(*message.get(at..)?.first_chunk()?))
 }
 
 pub(crate) fn u32_at(message: &[u8], at: usize) -> Option<u32> {
-    let bytes = message.get(at..)?.first_chunk()?;
-    Some(u32::from_be_bytes(*bytes))
+    Some(u32::from_be_bytes(*message.get(at..)?.first_chunk()?))
 }
 
 /// Overwrites the bytes at an offset, unless they would pass the end.
@@ -121,7 +119,7 @@ pub(crate) fn question_end(message: &[u8]) -> Option<usize> {
     }
     let (name_end, is_compressed) = name_end(message, HEADER)?;
     let end = name_end + 4;
-    (!is_compressed && end <= message.len()).then_some(end)
+    if is_compressed || end > message.len() { None } else { Some(end) }
 }
 
 /// Finds the records after the question; `None` if one is missing.
@@ -142,7 +140,7 @@ fn record(message: &[u8], start: usize, section: Section) -> Option<Record> {
     let (fixed, _) = name_end(message, start)?;
     let kind = u16_at(message, fixed)?;
     let end = fixed + 10 + usize::from(u16_at(message, fixed + 8)?);
-    (end <= message.len()).then_some(Record { section, kind, start, fixed, end })
+    if end > message.len() { None } else { Some(Record { section, kind, start, fixed, end }) }
 }
 
 /// Returns the end of a name, and whether it is compressed, so that a pointer ends it.
@@ -154,8 +152,8 @@ fn name_end(message: &[u8], start: usize) -> Option<(usize, bool)> {
             0 => return Some((at + 1, false)),
             length @ 1..=63 => at += 1 + usize::from(length),
             0xc0.. => {
-                let target = u16_at(message, at)? & 0x3fff;
-                return (usize::from(target) < start).then_some((at + 2, true));
+                let target = usize::from(u16_at(message, at)? & 0x3fff);
+                return if target < start { Some((at + 2, true)) } else { None };
             }
             _ => return None,
         }
@@ -168,8 +166,7 @@ fn name_end(message: &[u8], start: usize) -> Option<(usize, bool)> {
 pub(crate) async fn read_framed(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let length = stream.read_u16().await?;
     let mut message = Vec::new();
-    let read = stream.take(length.into()).read_to_end(&mut message).await?;
-    if read < usize::from(length) {
+    if stream.take(length.into()).read_to_end(&mut message).await? < usize::from(length) {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     Ok(message)
@@ -188,21 +185,20 @@ pub(crate) struct Edns {
 
 impl Edns {
     pub(crate) fn read(message: &[u8], opt: &Record) -> Self {
-        let word = |at| u16_at(message, opt.fixed + at).unwrap_or_default();
-        let [extended, version] = word(4).to_be_bytes();
+        let after_type = message.get(opt.fixed + 2..).and_then(<[u8]>::first_chunk);
+        let [high, low, extended, version, flags] = *after_type.unwrap_or(&[0; 5]);
         Self {
-            udp_size: word(2).max(MIN_UDP as u16),
+            udp_size: u16::from_be_bytes([high, low]).max(MIN_UDP as u16),
             extended,
             version,
-            is_dnssec: word(6) & 0x8000 != 0,
+            is_dnssec: flags & 0x80 != 0,
         }
     }
 
     /// Encodes the record for the other side.
     pub(crate) fn without_options(self, udp_size: u16, extended: u8) -> [u8; OPT_LENGTH] {
-        let ([_, kind], [high, low]) = (OPT.to_be_bytes(), udp_size.to_be_bytes());
-        let flags = u8::from(self.is_dnssec) << 7;
-        [0, 0, kind, high, low, extended, 0, flags, 0, 0, 0]
+        let [high, low] = udp_size.to_be_bytes();
+        [0, 0, OPT as u8, high, low, extended, 0, u8::from(self.is_dnssec) << 7, 0, 0, 0]
     }
 }
 
@@ -223,8 +219,7 @@ pub(crate) fn push_record(
     data: &[u8],
 ) -> usize {
     // Owners are in the first 700 bytes, and a pointer has 14 bits.
-    let fixed = [0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes);
-    answer.extend_from_slice(fixed.as_flattened());
+    answer.extend([0xc000 | owner as u16, kind, IN].map(u16::to_be_bytes).as_flattened());
     answer.extend_from_slice(&ttl.to_be_bytes());
     // The data is an address or a name, so its length fits.
     answer.extend_from_slice(&(data.len() as u16).to_be_bytes());
@@ -245,8 +240,7 @@ pub(crate) fn truncate_to(message: &mut Vec<u8>, question_end: usize, records: &
     message.truncate(records.last().map_or(question_end, |last| last.end));
     for section in SECTIONS {
         let in_section = records.iter().filter(|record| record.section == section);
-        let count = in_section.count() as u16;
-        put(message, section as usize, &count.to_be_bytes());
+        put(message, section as usize, &(in_section.count() as u16).to_be_bytes());
     }
 }
 
@@ -298,9 +292,10 @@ impl Question {
             if at > 0 {
                 text[at - 1] = b'.';
             }
-            let label = text.get(at..at + length)?;
-            let is_plain = |byte: u8| byte.is_ascii_graphic() && byte != b'.';
-            if !label.iter().fold(true, |all, byte| all & is_plain(*byte)) {
+            let label: &[u8] = text.get(at..at + length)?;
+            let is_plain =
+                label.iter().fold(true, |all, it| all & it.is_ascii_graphic() & (*it != b'.'));
+            if !is_plain {
                 return None;
             }
             at += 1 + length;
@@ -327,8 +322,8 @@ pub(crate) fn read_query(message: &[u8]) -> Result<Question, InvalidQuery> {
         return Err(InvalidQuery::Refused(NOTIMP, None, edns));
     }
     // An OPT record is alone, in the additional section, and its owner is the root, which has one byte.
-    let is_valid = |opt: &Record| opt.section == Section::Additional && opt.fixed == opt.start + 1;
-    let has_valid_opt = opt.is_none_or(is_valid) && opts.next().is_none();
+    let has_valid_opt = opts.next().is_none()
+        && opt.is_none_or(|opt| opt.section == Section::Additional && opt.fixed == opt.start + 1);
     let (Some(question_end), Some(_), true) = (end, &records, has_valid_opt) else {
         return Err(InvalidQuery::Refused(FORMERR, end, edns));
     };
@@ -363,12 +358,11 @@ pub(crate) fn truncate(message: &mut Vec<u8>, limit: usize) {
     let question_end = question_end(message).unwrap_or(HEADER);
     let records = records(message, question_end).unwrap_or_default();
     let opt = records.iter().find(|record| record.kind == OPT);
-    let opt = opt.map(|opt| message[opt.start..opt.end].to_vec());
-    let opt = opt.unwrap_or_default();
+    let opt = opt.map(|opt| message[opt.start..opt.end].to_vec()).unwrap_or_default();
     // A question is shorter than the smallest limit.
     let room = limit.saturating_sub(opt.len());
-    let fits = |record: &&Record| record.section == Section::Answer && record.end <= room;
-    let count = records.iter().take_while(fits).count();
+    let answers = records.iter().take_while(|record| record.section == Section::Answer);
+    let count = answers.take_while(|record| record.end <= room).count();
     truncate_to(message, question_end, &records[..count]);
     message[FLAGS] |= TC;
     message[Section::Additional as usize + 1] = u8::from(!opt.is_empty());

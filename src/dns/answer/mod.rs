@@ -74,11 +74,12 @@ pub(crate) fn write_servfail(query: &[u8], question: &Question, out: &mut Vec<u8
 
 /// Looks up the name of a question for addresses; `None` if the table has no answer.
 fn resolve(table: &NameTable, query: &[u8], question: &Question) -> Option<ResolvedName> {
-    let is_for_addresses = matches!(question.kind, wire::A | wire::AAAA | wire::ANY);
-    if !is_for_addresses || !matches!(question.class, wire::IN | wire::ANY) {
-        return None;
+    match (question.kind, question.class) {
+        (wire::A | wire::AAAA | wire::ANY, wire::IN | wire::ANY) => {
+            table.find(&question.text(query)?)
+        }
+        _ => None,
     }
-    table.find(&question.text(query)?)
 }
 
 /// Writes an authoritative answer. It has all addresses, or more than fit in `limit` bytes.
@@ -92,9 +93,9 @@ fn write_addresses(
 ) {
     wire::write_empty(query, wire::NOERROR, Some(question.end), out);
     out[wire::FLAGS] |= wire::AA;
-    let wants = |kind| [kind, wire::ANY].contains(&question.kind);
-    let v4: &[_] = if wants(wire::A) { &resolved.v4 } else { &[] };
-    let v6: &[_] = if wants(wire::AAAA) { &resolved.v6 } else { &[] };
+    let v4: &[_] = if [wire::A, wire::ANY].contains(&question.kind) { &resolved.v4 } else { &[] };
+    let v6: &[_] =
+        if [wire::AAAA, wire::ANY].contains(&question.kind) { &resolved.v6 } else { &[] };
     let mut owner = wire::HEADER;
     // The labels have one byte more than the text: the length of the first label.
     if let Some(end) = resolved.target_end
@@ -119,8 +120,7 @@ fn write_addresses(
 
 /// Iterates over all addresses, from a random one on, so that clients that take the first one spread.
 fn rotated<T>(addresses: &[T]) -> impl Iterator<Item = &T> {
-    let first = fastrand::usize(..addresses.len().max(1));
-    let (before, from) = addresses.split_at(first);
+    let (before, from) = addresses.split_at(fastrand::usize(..addresses.len().max(1)));
     from.iter().chain(before)
 }
 

@@ -25,7 +25,8 @@ impl Query {
         let question_end = wire::question_end(&client)?;
         let records = wire::records(&client, question_end)?;
         let end = records.last().map_or(question_end, |last| last.end);
-        let (mut bytes, mut edns) = (client[..end].to_vec(), None);
+        let mut bytes = client[..end].to_vec();
+        let mut edns = None;
         for opt in records.iter().rev().filter(|record| record.kind == OPT) {
             let read = Edns::read(&client, opt);
             bytes.splice(opt.start..opt.end, read.without_options(read.udp_size, 0));
@@ -74,7 +75,7 @@ impl Query {
     /// Returns the key for the cache; `None` if the answer may be meant for this client alone.
     pub(super) fn cache_key(&self) -> Option<Vec<u8>> {
         // The cache does not distinguish transports.
-        self.is_plain.then(|| self.key(Transport::Tcp))
+        if self.is_plain { Some(self.key(Transport::Tcp)) } else { None }
     }
 
     /// Returns the bytes to send.

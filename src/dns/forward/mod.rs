@@ -90,8 +90,7 @@ impl Forwarder {
 impl Forward for Forwarder {
     async fn forward(&self, query: Bytes, transport: Transport) -> Option<Bytes> {
         let query = Query::parse(query)?;
-        let reply = self.0.forward(&query, transport).await?;
-        Some(query.restore(&reply))
+        Some(query.restore(&self.0.forward(&query, transport).await?))
     }
 }
 
@@ -131,23 +130,21 @@ impl Inner {
                 return None;
             }
         };
-        let ask = async || {
+        let answer = slot.query.answer.get_or_init(async || {
             self.metrics.requests.inc();
-            let (started, deadline) = (Instant::now(), after(timeout));
-            let (upstream, servers, in_flight) = (&self.upstream, &servers, &slot.query);
-            let asking = upstream.ask(query, in_flight, servers, transport, deadline);
-            let mut reply = asking.await;
+            let started = Instant::now();
+            let deadline = after(timeout);
+            let upstream = &self.upstream;
+            let mut reply = upstream.ask(query, &slot.query, &servers, transport, deadline).await;
             // A server that does not support EDNS is asked again without it.
             if let Some(plain) = reply.as_ref().and_then(|reply| query.without_edns(reply)) {
-                let asking_again = upstream.ask(&plain, in_flight, servers, transport, deadline);
-                reply = asking_again.await;
+                reply = upstream.ask(&plain, &slot.query, &servers, transport, deadline).await;
             }
-            let seconds = started.elapsed().as_secs_f64();
-            self.metrics.duration.observe(seconds);
+            self.metrics.duration.observe(started.elapsed().as_secs_f64());
             self.record(query, reply.as_ref());
             reply
-        };
-        slot.query.answer.get_or_init(ask).await.clone()
+        });
+        answer.await.clone()
     }
 
     /// Looks for a reply in the cache, and counts hits and misses.
@@ -156,8 +153,7 @@ impl Inner {
             return Lookup::Miss;
         };
         let lookup = cache.lock().get(&key, Instant::now());
-        let is_hit = matches!(lookup, Lookup::Fresh(_));
-        let result = if is_hit { "hit" } else { "miss" };
+        let result = if matches!(lookup, Lookup::Fresh(_)) { "hit" } else { "miss" };
         self.metrics.cache.with([result]).inc();
         lookup
     }

@@ -23,34 +23,36 @@ impl Forwarder {
     /// not answer, or if the query comes back to this agent. The query is for a random name, below `domain` if
     /// that is valid, so that this agent recognises the query if it comes back.
     pub async fn probe(&self, server: SocketAddr, domain: &str) -> Result<&'static str, Problem> {
-        let problem = |code, found: &str| Problem::new(code, format!("resolver {server}"), found);
-        let failed = |found: &str| problem(codes::DNS_RESOLVER_UNREACHABLE, found);
+        let subject = format!("resolver {server}");
+        let unreachable = codes::DNS_RESOLVER_UNREACHABLE;
         let Some(query) = Query::parse(probe_query(domain).into()) else {
-            return Err(failed("no question"));
+            return Err(Problem::new(unreachable, subject, "no question"));
         };
-        let joined = self.0.in_flight.join(&query, Transport::Udp);
-        let slot = joined.map_err(|refused| failed(refused.reason))?;
+        let slot = match self.0.in_flight.join(&query, Transport::Udp) {
+            Ok(slot) => slot,
+            Err(refused) => return Err(Problem::new(unreachable, subject, refused.reason)),
+        };
         for _ in 0..TRIES {
-            let upstream = &self.0.upstream;
-            let sent = upstream.exchange(&query, &slot.query, server, Transport::Udp);
+            let sent = self.0.upstream.exchange(&query, &slot.query, server, Transport::Udp);
             let received = timeout(TRY, sent).await;
             if slot.query.has_returned() {
                 let found = "its queries come back to this agent";
-                return Err(problem(codes::DNS_LOOP, found));
+                return Err(Problem::new(codes::DNS_LOOP, subject, found));
             }
-            let Ok(received) = received else { continue };
-            let reply = received.map_err(|error| failed(&error.to_string()))?;
-            return match rcode_name(reply.rcode().into()) {
-                rcode @ ("SERVFAIL" | "REFUSED") => {
-                    let found = format!("answers {rcode}");
-                    Err(problem(codes::DNS_RESOLVER_REFUSES, &found))
-                }
-                rcode => Ok(rcode),
+            let rcode = match received {
+                Ok(Ok(reply)) => rcode_name(reply.rcode().into()),
+                Ok(Err(error)) => return Err(Problem::new(unreachable, subject, error)),
+                Err(_) => continue,
             };
+            if !["SERVFAIL", "REFUSED"].contains(&rcode) {
+                return Ok(rcode);
+            }
+            let found = format!("answers {rcode}");
+            return Err(Problem::new(codes::DNS_RESOLVER_REFUSES, subject, found));
         }
         let limit = TRY.saturating_mul(TRIES).as_secs_f64();
         let found = format!("no answer within {limit:.1} s");
-        Err(problem(codes::DNS_RESOLVER_SILENT, &found))
+        Err(Problem::new(codes::DNS_RESOLVER_SILENT, subject, found))
     }
 }
 
@@ -59,11 +61,12 @@ impl Forwarder {
 fn probe_query(domain: &str) -> Vec<u8> {
     let own = format!("istio-agent-{:016x}", fastrand::u64(..));
     let domain = domain.trim_end_matches('.');
-    let is_label = |label: &str| (1..=63).contains(&label.len());
-    let is_domain = domain.len() <= MAX_DOMAIN && domain.split('.').all(is_label);
-    let below = domain.split('.').filter(|_| is_domain);
+    let mut labels = vec![own.as_str()];
+    if domain.len() <= MAX_DOMAIN && domain.split('.').all(|it| (1..=63).contains(&it.len())) {
+        labels.extend(domain.split('.'));
+    }
     let mut bytes = vec![0, 0, wire::RD, 0, 0, 1, 0, 0, 0, 0, 0, 0];
-    for label in [own.as_str()].into_iter().chain(below) {
+    for label in labels {
         bytes.push(u8::try_from(label.len()).unwrap_or_default());
         bytes.extend(label.as_bytes());
     }

@@ -40,13 +40,14 @@ impl ResolvConf {
     /// the worst one last.
     pub fn remove_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
         let code = codes::DNS_RESOLVER_INVALID;
-        let invalid = |found: String| Problem::new(code, path.display(), found);
-        let unusable = self.unusable.iter().map(|line| format!("{line:?}"));
-        let mut problems: Vec<_> = unusable.map(invalid).collect();
-        let servers = &mut self.nameservers;
-        let removed = servers.extract_if(.., |server| is_own(own, *server));
-        let loops = removed.map(|server| format!("resolver {server} is this agent"));
-        problems.extend(loops.map(invalid));
+        let mut problems = Vec::new();
+        for line in &self.unusable {
+            problems.push(Problem::new(code, path.display(), format!("{line:?}")));
+        }
+        for server in self.nameservers.extract_if(.., |server| is_own(own, *server)) {
+            let found = format!("resolver {server} is this agent");
+            problems.push(Problem::new(code, path.display(), found));
+        }
         if self.nameservers.is_empty() {
             let code = codes::DNS_RESOLVER_MISSING;
             let found = "names no resolver other than this agent";
@@ -94,8 +95,7 @@ fn is_own(own: &[SocketAddr], server: SocketAddr) -> bool {
 
 /// Parses an address, perhaps with a port; one of IPv6 perhaps with the interface that leads to it.
 fn parse_server(word: &str) -> Option<SocketAddr> {
-    let bracketed = word.strip_prefix('[').and_then(|w| w.split_once("]:"));
-    let (address, port) = match bracketed {
+    let (address, port) = match word.strip_prefix('[').and_then(|w| w.split_once("]:")) {
         Some((address, port)) => (address, port.parse().ok().filter(|port| *port != 0)?),
         None => (word, PORT),
     };
@@ -103,13 +103,13 @@ fn parse_server(word: &str) -> Option<SocketAddr> {
         return Some(SocketAddr::new(address.parse().ok()?, port));
     };
     let address: Ipv6Addr = address.parse().ok()?;
-    let scope = interface.parse().ok().or_else(|| find_index(interface))?;
+    let scope = match interface.parse() {
+        Ok(index) => index,
+        Err(_) => {
+            if_addrs::get_if_addrs().ok()?.into_iter().find(|it| it.name == interface)?.index?
+        }
+    };
     Some(SocketAddrV6::new(address, port, 0, scope).into())
-}
-
-fn find_index(name: &str) -> Option<u32> {
-    let mut interfaces = if_addrs::get_if_addrs().ok()?.into_iter();
-    interfaces.find(|interface| interface.name == name)?.index
 }
 
 #[cfg(test)]

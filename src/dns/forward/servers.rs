@@ -46,16 +46,14 @@ struct State {
 
 impl Servers {
     pub(super) fn new(path: PathBuf, own: Vec<SocketAddr>) -> Self {
-        let state = Mutex::default();
-        Self { path, own, state }
+        Self { path, own, state: Mutex::default() }
     }
 
     /// Returns the servers in use. Reads the file again if the last time was [`READ_AGAIN`] ago.
     pub(super) fn current(&self) -> Vec<SocketAddr> {
         let mut state = self.state.lock();
         let now = Instant::now();
-        let is_old = |read| now.duration_since(read) >= READ_AGAIN;
-        if state.read_at.is_none_or(is_old) {
+        if state.read_at.is_none_or(|read| now.duration_since(read) >= READ_AGAIN) {
             state.read_at = Some(now);
             let found = ResolvConf::read(&self.path);
             if state.found.as_ref() != Some(&found) {

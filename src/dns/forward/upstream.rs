@@ -152,10 +152,8 @@ impl Upstream {
                 let mut stream = TcpStream::connect(server).await?;
                 in_flight.remember_for_loop_detection(id, message.len());
                 let length = u16::try_from(message.len()).map_err(io::Error::other)?;
-                let framed = [&length.to_be_bytes(), message.as_slice()].concat();
-                stream.write_all(&framed).await?;
-                let received = wire::read_framed(&mut stream).await?;
-                let reply = Reply::read(&received, id, query);
+                stream.write_all(&[&length.to_be_bytes(), message.as_slice()].concat()).await?;
+                let reply = Reply::read(&wire::read_framed(&mut stream).await?, id, query);
                 reply.ok_or_else(|| io::Error::other("the reply over TCP is to another query"))
             }
         }
@@ -262,6 +260,5 @@ impl UpstreamQuery<'_> {
 /// Returns the number of sockets that may be open. The rest of the agent needs descriptors, too.
 fn max_sockets() -> usize {
     let limit = getrlimit(Resource::Nofile).current;
-    let quarter = limit.and_then(|limit| usize::try_from(limit / 4).ok());
-    quarter.unwrap_or(MAX_SOCKETS).min(MAX_SOCKETS)
+    limit.and_then(|limit| usize::try_from(limit / 4).ok()).unwrap_or(MAX_SOCKETS).min(MAX_SOCKETS)
 }

@@ -126,8 +126,7 @@ impl<'a> Host<'a> {
     pub(super) fn read_at(table: &'a [u8], offset: u32) -> Self {
         let rest = table.get(offset as usize..);
         let field = rest.and_then(|rest| fields(rest).next()?.ok());
-        let host = field.and_then(|field| Self::parse(offset, field.value).ok());
-        host.unwrap_or_default()
+        field.and_then(|field| Self::parse(offset, field.value).ok()).unwrap_or_default()
     }
 
     pub(super) fn ips(&self) -> impl Iterator<Item = &'a str> + use<'a> {
@@ -141,8 +140,7 @@ impl<'a> Host<'a> {
     /// Iterates over the texts of its `NameInfo` in fields with this number.
     fn texts(&self, number: u32) -> impl Iterator<Item = &'a str> + use<'a> {
         let info = fields(self.info).map_while(Result::ok);
-        let fields = info.filter(move |field| field.number == number);
-        fields.filter_map(|field| text(field.value).ok())
+        info.filter(move |field| field.number == number).filter_map(|field| text(field.value).ok())
     }
 
     /// Parses its addresses, except for invalid ones. An IPv4-mapped IPv6 address counts as IPv6.
@@ -161,8 +159,7 @@ impl<'a> Host<'a> {
     /// Returns whether clients can query its name. A Kubernetes host that ends in a dot cannot be queried:
     /// its absolute name would end in two dots.
     pub(super) fn is_queryable(&self) -> bool {
-        let is_absolute = self.is_kubernetes() && self.name.ends_with('.');
-        !without_dot(self.name).is_empty() && !is_absolute
+        !without_dot(self.name).is_empty() && !(self.is_kubernetes() && self.name.ends_with('.'))
     }
 
     pub(super) fn has_addresses(&self) -> bool {

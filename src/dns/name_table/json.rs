@@ -5,29 +5,27 @@ use std::collections::HashSet;
 
 use serde_json::{Value, json};
 
-use super::host::{Host, hosts};
+use super::host::{self, Host};
 use super::{Kind, NameTable};
 
 impl NameTable {
     /// Renders the table host by host: a JSON tree of it would take ten times the memory.
     pub fn to_json(&self) -> String {
-        let all = || hosts(&self.encoded).map_while(Result::ok);
-        let received = all().map(|host| (host.name.to_owned(), info(&host)));
-        let forms = all().flat_map(|host| self.forms(&host));
-        let resolved_forms = forms.filter_map(|form| {
+        let hosts = host::hosts(&self.encoded).map_while(Result::ok);
+        let received = hosts.map(|host| (host.name.to_owned(), info(&host)));
+        let hosts = host::hosts(&self.encoded).map_while(Result::ok);
+        let resolved_forms = hosts.flat_map(|host| self.forms(&host)).filter_map(|form| {
             let resolved = self.addresses(form.as_bytes())?;
             let v4 = resolved.v4.iter().map(ToString::to_string);
-            let v6 = resolved.v6.iter().map(ToString::to_string);
-            let ips: Vec<_> = v4.chain(v6).collect();
-            let info = json!({ "ips": ips, "registry": "Kubernetes" });
-            Some((format!("{form}."), info))
+            let ips: Vec<_> = v4.chain(resolved.v6.iter().map(ToString::to_string)).collect();
+            Some((format!("{form}."), json!({ "ips": ips, "registry": "Kubernetes" })))
         });
-        let (mut page, mut written) = (r#"{"table":{"#.to_owned(), HashSet::new());
+        let mut page = r#"{"table":{"#.to_owned();
+        let mut written = HashSet::new();
         for (name, info) in received.chain(resolved_forms) {
             if !written.contains(&name) {
                 let separator = if written.is_empty() { "" } else { "," };
-                let key = Value::from(name.as_str());
-                page += &format!("{separator}{key}:{info}");
+                page += &format!("{separator}{}:{info}", Value::from(name.as_str()));
                 written.insert(name);
             }
         }

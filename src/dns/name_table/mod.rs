@@ -109,8 +109,7 @@ impl NameTable {
         names.dedup();
         let by_hash = names.chunk_by(|name, next| name.0 == next.0);
         let first_ones = by_hash.flat_map(|same| same.iter().take(MAX_HOSTS_PER_NAME));
-        let entries = first_ones.map(|(hash, _, _, offset)| (*hash, *offset));
-        table.index = entries.collect();
+        table.index = first_ones.map(|(hash, _, _, offset)| (*hash, *offset)).collect();
         Ok(table)
     }
 
@@ -128,8 +127,7 @@ impl NameTable {
         let mut buffer = [0; MAX_NAME + 2];
         let wildcard = &mut buffer[..name.len() + 2];
         wildcard[2..].copy_from_slice(name);
-        let mut label_starts = (1..name.len()).filter(|start| name[start - 1] == b'.');
-        label_starts.find_map(|start| {
+        (1..name.len()).filter(|start| name[start - 1] == b'.').find_map(|start| {
             // The name starts at offset 2, so `*.` overwrites the two bytes before the label.
             wildcard[start..start + 2].copy_from_slice(b"*.");
             self.find_exact(&wildcard[start..])
@@ -138,8 +136,7 @@ impl NameTable {
 
     /// Returns the host that a name resolves to, as istiod wrote it, without a dot at its end.
     pub fn host_of(&self, name: &[u8]) -> Option<String> {
-        let host = Host::read_at(&self.encoded, self.find(name)?.host);
-        Some(without_dot(host.name).to_owned())
+        Some(without_dot(Host::read_at(&self.encoded, self.find(name)?.host).name).to_owned())
     }
 
     /// Returns the number of hosts.
@@ -151,13 +148,12 @@ impl NameTable {
     /// answers, with a CNAME, if one of its hosts has addresses and does not have the full name as well.
     fn find_exact(&self, name: &[u8]) -> Option<ResolvedName> {
         if let Some(base) = self.domains.without_search_domain(name) {
-            let has_full_name = |offset| self.hosts_of(name).any(|(_, host)| host.offset == offset);
-            let answers_as_cname_target =
-                |host: &Host<'_>| host.has_addresses() && !has_full_name(host.offset);
-            if self.hosts_of(base).any(|(_, host)| answers_as_cname_target(&host)) {
+            if self.hosts_of(base).any(|(_, host)| {
+                host.has_addresses() && !self.hosts_of(name).any(|(_, it)| it.offset == host.offset)
+            }) {
                 let mut resolved = self.addresses(base)?;
                 // Clients refuse a target with a star.
-                resolved.target_end = (!base.contains(&b'*')).then_some(base.len());
+                resolved.target_end = if base.contains(&b'*') { None } else { Some(base.len()) };
                 return Some(resolved);
             }
         }
@@ -180,7 +176,7 @@ impl NameTable {
                 resolved.v6 = v6;
             }
         }
-        (!resolved.v4.is_empty() || !resolved.v6.is_empty()).then_some(resolved)
+        if resolved.v4.is_empty() && resolved.v6.is_empty() { None } else { Some(resolved) }
     }
 
     /// Returns the hosts of this name, each with the kind that the name is for it.
@@ -189,8 +185,7 @@ impl NameTable {
         let under_base = base.into_iter().flat_map(|base| self.entries_of(base));
         let short_forms = under_base.filter(|(kind, _)| *kind == Kind::ShortNamespace);
         let with_label = short_forms.map(|(_, host)| (Kind::ShortNamespaceSvc, host));
-        let hosts = self.entries_of(name).chain(with_label);
-        hosts.filter(|(_, host)| host.is_queryable())
+        self.entries_of(name).chain(with_label).filter(|(_, host)| host.is_queryable())
     }
 
     /// Returns the hosts that are entered under this name, each with the kind that the name is for it.
@@ -198,8 +193,7 @@ impl NameTable {
         let hash = self.hash(name);
         let start = self.index.partition_point(|(other, _)| *other < hash);
         let from_start = self.index[start..].iter();
-        let same_hash = from_start.take_while(move |(other, _)| *other == hash);
-        same_hash.flat_map(move |(_, offset)| {
+        from_start.take_while(move |(other, _)| *other == hash).flat_map(move |(_, offset)| {
             let host = Host::read_at(&self.encoded, *offset);
             let names = self.names_of(&host).into_iter();
             let same_name = names.filter(move |(_, entered)| entered.as_slice() == name);
@@ -215,8 +209,7 @@ impl NameTable {
         if !host.is_kubernetes() || domain.is_empty() || !host.name.ends_with(domain) {
             return names;
         }
-        let short_namespace = lower_case(&[host.short_name, ".", host.namespace]);
-        names.push((Kind::ShortNamespace, short_namespace));
+        names.push((Kind::ShortNamespace, lower_case(&[host.short_name, ".", host.namespace])));
         if host.namespace == self.domains.namespace {
             names.push((Kind::Short, lower_case(&[host.short_name])));
         }

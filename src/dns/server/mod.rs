@@ -50,12 +50,11 @@ impl<F: Forward> Shared<F> {
         if let Action::Reply(question) = &action {
             self.dns.metrics.count_response(out, Source::Agent);
             if let Some(name) = question.text(query) {
-                let shown = || String::from_utf8_lossy(&name);
                 if table.is_some() {
-                    tracing::debug!(target: "dns", "response for hostname {:?} (found=true)", shown());
+                    tracing::debug!(target: "dns", "response for hostname {:?} (found=true)", String::from_utf8_lossy(&name));
                     self.dns.remember(&name);
                 } else {
-                    tracing::debug!(target: "dns", "dns request for host {:?} before lookup table is loaded", shown());
+                    tracing::debug!(target: "dns", "dns request for host {:?} before lookup table is loaded", String::from_utf8_lossy(&name));
                 }
             }
         } else if let Action::Forward(question) = &action {
@@ -96,10 +95,8 @@ pub(super) async fn serve<F: Forward>(
     let mut tasks = Tasks::default();
     for (udp, tcp) in bound {
         let tcp = TcpListener::from_std(tcp)?;
-        let over_udp = udp::serve(udp, shared.clone(), handover.clone());
-        tasks.spawn("DNS over UDP", over_udp);
-        let over_tcp = tcp::serve(tcp, shared.clone(), handover.clone());
-        tasks.spawn("DNS over TCP", over_tcp);
+        tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone(), handover.clone()));
+        tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone(), handover.clone()));
     }
     tokio::select! {
         // Here and not in the loops, which would poll it with every query.

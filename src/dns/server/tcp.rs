@@ -57,7 +57,8 @@ pub(super) async fn serve<F: Forward>(
 
 /// Answers queries until the client closes the connection or is silent for too long.
 async fn answer<F: Forward>(mut stream: TcpStream, shared: Arc<Shared<F>>) -> io::Result<()> {
-    let (mut deadline, mut out) = (after(FIRST), Vec::new());
+    let mut deadline = after(FIRST);
+    let mut out = Vec::new();
     while let Ok(query) = timeout_at(deadline, wire::read_framed(&mut stream)).await {
         let query = query?;
         let table = shared.dns.tables.borrow().clone();

@@ -131,10 +131,10 @@ impl<F: Forward> Server<F> {
             Action::Drop => return,
             Action::Reply(_) | Action::Refuse => {}
             Action::Forward(question) if self.forwards.len() < MAX_FORWARDED => {
-                let (shared, query) = (shared.clone(), Bytes::copy_from_slice(query));
+                let shared = shared.clone();
+                let query = Bytes::copy_from_slice(query);
                 self.forwards.spawn(async move {
-                    let answer = shared.forward(query, question, Transport::Udp).await;
-                    (client, answer)
+                    (client, shared.forward(query, question, Transport::Udp).await)
                 });
                 return;
             }

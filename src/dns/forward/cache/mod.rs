@@ -157,8 +157,7 @@ impl Cache {
 fn with_ttls(reply: &Reply, change: impl Fn(u32) -> u32) -> Reply {
     let mut bytes = reply.bytes.to_vec();
     let end = wire::question_end(&bytes);
-    let records = end.and_then(|end| wire::records(&bytes, end));
-    for record in records.unwrap_or_default() {
+    for record in end.and_then(|end| wire::records(&bytes, end)).unwrap_or_default() {
         let ttl = ttl(&bytes, &record).unwrap_or(0);
         wire::put(&mut bytes, record.ttl_at(), &change(ttl).to_be_bytes());
     }
@@ -183,15 +182,16 @@ fn cacheable_ttl(reply: &Reply) -> Option<(Duration, bool)> {
         _ => return None,
     };
     let seconds = if is_negative {
-        let is_soa = |r: &&Record| r.section == Section::Authority && r.kind == SOA;
-        let soa = records.iter().find(is_soa)?;
+        let soa = records.iter().find(|r| r.section == Section::Authority && r.kind == SOA)?;
         let minimum = wire::u32_at(bytes, soa.end.checked_sub(4)?)?;
-        let soa_ttl = ttl(bytes, soa)?.min(minimum);
-        soa_ttl.min(min_answer_ttl.unwrap_or(u32::MAX))
+        ttl(bytes, soa)?.min(minimum).min(min_answer_ttl.unwrap_or(u32::MAX))
     } else {
         min_answer_ttl?
     };
-    (seconds > 0).then_some((Duration::from_secs(seconds.into()), is_negative))
+    match seconds {
+        0 => None,
+        _ => Some((Duration::from_secs(seconds.into()), is_negative)),
+    }
 }
 
 /// Returns the TTL of a record. One with the highest bit set is invalid. Source: RFC 2181, section 8.
