@@ -64,8 +64,9 @@ fn runtime_values(config: &Config) -> Value {
         values["envoy.reloadable_features.google_grpc_disable_tls_13"] = json!(true);
     }
     if config.keep_path_fragment {
-        let feature = "http_strip_fragment_from_path_unsafe_if_disabled";
-        values[format!("envoy.reloadable_features.{feature}")] = json!("false");
+        const NAME: &str =
+            "envoy.reloadable_features.http_strip_fragment_from_path_unsafe_if_disabled";
+        values[NAME] = json!("false");
     }
     for (name, text) in &config.node.proxy_config.runtime_values {
         values[name] = match text.as_str() {
@@ -84,8 +85,8 @@ pub(super) fn without_nulls(mut value: Value) -> Value {
 
 /// Configures an extension of Envoy by a message with these members.
 pub(super) fn extension(name: &str, message: &str, members: Value) -> Value {
-    let type_url = format!("type.googleapis.com/{message}");
-    let mut typed_config = Map::from_iter([("@type".to_owned(), json!(type_url))]);
+    let mut typed_config = Map::new();
+    typed_config.insert("@type".to_owned(), format!("type.googleapis.com/{message}").into());
     if let Value::Object(members) = members {
         typed_config.extend(members);
     }
@@ -138,8 +139,7 @@ fn extensions(metadata_discovery: bool) -> Value {
 /// Configures an extension by a message in a `TypedStruct`.
 fn typed_struct(name: &str, message: &str, value: Value) -> Value {
     let type_url = format!("type.googleapis.com/{message}");
-    let members = json!({ "type_url": type_url, "value": value });
-    extension(name, "udpa.type.v1.TypedStruct", members)
+    extension(name, "udpa.type.v1.TypedStruct", json!({ "type_url": type_url, "value": value }))
 }
 
 fn admin(config: &Config) -> Value {
@@ -183,11 +183,11 @@ fn dynamic_resources(delta: bool) -> Value {
 /// Returns how many connections Envoy accepts: the first limit that is set in one of three places.
 pub(super) fn connection_limit(config: &ProxyConfig) -> i64 {
     let settings = config.connection_settings.as_ref();
-    let setting = settings.and_then(|it| it.global_downstream_connection_limit);
+    let setting = settings.and_then(|it| it.global_downstream_connection_limit).map(i64::from);
     let metadata = config.metadata("ISTIO_META_GLOBAL_DOWNSTREAM_MAX_CONNECTIONS");
     let runtime = config.runtime_values.get("overload.global_downstream_max_connections");
     let texts = [metadata, runtime.map(String::as_str)];
-    let parsed = texts.into_iter().flatten().flat_map(str::parse);
-    let mut limits = setting.map(i64::from).into_iter().chain(parsed);
-    limits.find(|limit| *limit > 0).unwrap_or(i64::from(i32::MAX))
+    let [metadata, runtime] = texts.map(|text| text?.parse().ok());
+    let mut limits = [setting, metadata, runtime].into_iter().flatten();
+    limits.find(|limit| *limit > 0).unwrap_or(i32::MAX.into())
 }

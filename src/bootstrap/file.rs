@@ -21,16 +21,14 @@ pub struct Written {
 /// Writes the bootstrap and, for Lightstep, the file of its token.
 pub fn write(config: &Config) -> Result<Written, Problem> {
     let mut written = Written { files: Vec::new() };
-    let mut add = |path: PathBuf, text: &str, mode| {
-        write_file(&path, text, mode)?;
-        written.files.push(path);
-        Ok(())
-    };
     let tracer = Tracer::from_config(config);
     if let Some(token) = tracer.and_then(|tracer| tracer.token) {
-        add(config.token_file(), token, 0o600)?;
+        let file = config.token_file();
+        write_file(&file, token, 0o600)?;
+        written.files.push(file);
     }
-    add(config.file(), &format!("{:#}\n", document(config)), 0o644)?;
+    write_file(&config.file(), &format!("{:#}\n", document(config)), 0o644)?;
+    written.files.push(config.file());
     Ok(written)
 }
 
@@ -43,8 +41,8 @@ pub(super) fn write_file(path: &Path, text: &str, mode: u32) -> Result<(), Probl
             .create(directory)
             .map_err(|error| permission::problem("create the directory", directory, error))?;
     }
-    let written = replace_file(path, text.as_bytes(), mode);
-    written.map_err(|error| permission::problem("write the file", path, error))
+    replace_file(path, text.as_bytes(), mode)
+        .map_err(|error| permission::problem("write the file", path, error))
 }
 
 impl Drop for Written {

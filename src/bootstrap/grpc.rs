@@ -41,11 +41,10 @@ pub fn write(config: &Config, node: &Node) -> Result<(), Problem> {
 }
 
 fn provider(directory: &Path) -> Value {
-    let file = |name: &str| json!(directory.join(name).to_string_lossy());
     json!({ "plugin_name": "file_watcher", "config": {
-        "certificate_file": file("cert-chain.pem"),
-        "private_key_file": file("key.pem"),
-        "ca_certificate_file": file("root-cert.pem"),
+        "certificate_file": directory.join("cert-chain.pem").to_string_lossy(),
+        "private_key_file": directory.join("key.pem").to_string_lossy(),
+        "ca_certificate_file": directory.join("root-cert.pem").to_string_lossy(),
         "refresh_interval": "900s",
     }})
 }

@@ -12,7 +12,8 @@ const HEALTH: &[(&str, &str)] = &[("/healthz/ready", "agent")];
 const COMPRESSORS: &[(&str, &str)] = &[("brotli", "Brotli"), ("zstd", "Zstd"), ("gzip", "Gzip")];
 
 pub(super) fn section(config: &Config) -> Value {
-    let (proxy_config, ports) = (&config.node.proxy_config, &config.ports);
+    let proxy_config = &config.node.proxy_config;
+    let ports = &config.ports;
     let Families { first, second, .. } = config.families();
     let everywhere = (first.wildcard, second.map(|family| family.wildcard));
     let metrics_hosts = match proxy_config.metadata("METRICS_LOCALHOST_ACCESS_ONLY") {
@@ -56,8 +57,7 @@ pub(super) fn section(config: &Config) -> Value {
             ..Listener::default()
         },
     ];
-    let enabled = listeners.iter().filter(|listener| listener.port != 0);
-    enabled.map(Listener::section).collect()
+    listeners.iter().filter(|listener| listener.port != 0).map(Listener::section).collect()
 }
 
 #[derive(Default)]

@@ -5,7 +5,6 @@ use std::net::IpAddr;
 
 use serde_json::{Value, json};
 
-use super::document::without_nulls;
 use super::metadata;
 use super::platform::Platform;
 use crate::proxy_config::ProxyConfig;
@@ -83,19 +82,18 @@ impl Locality {
         // Label values cannot contain a slash, so dots may stand for slashes.
         let text = if found.contains('/') { found.clone() } else { found.replace('.', "/") };
         let mut parts = text.split('/').map(str::to_owned);
-        let mut part = || parts.next().unwrap_or_default();
-        let locality = Self { region: part(), zone: part(), sub_zone: part() };
+        let [region, zone, sub_zone] = [(); 3].map(|()| parts.next().unwrap_or_default());
         labels.insert("istio-locality".to_owned(), text);
-        Some(locality)
+        Some(Self { region, zone, sub_zone })
     }
 
     pub(super) fn section(&self) -> Value {
-        let set = |part: &String| (!part.is_empty()).then(|| part.clone());
-        without_nulls(json!({
-            "region": set(&self.region),
-            "zone": set(&self.zone),
-            "sub_zone": set(&self.sub_zone),
-        }))
+        let Self { region, zone, sub_zone } = self;
+        let parts = [("region", region), ("zone", zone), ("sub_zone", sub_zone)].into_iter();
+        parts
+            .filter(|(_, part)| !part.is_empty())
+            .map(|(name, part)| (name, part.as_str()))
+            .collect()
     }
 }
 

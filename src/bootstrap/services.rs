@@ -20,8 +20,7 @@ pub(super) fn section(config: &Config) -> Vec<Value> {
         let address = socket_address(config, &it.address)?;
         Some(remote(config, "envoy_accesslog_service", &address, service))
     });
-    let services = [tracer, metrics, access_log];
-    services.into_iter().flatten().collect()
+    [tracer, metrics, access_log].into_iter().flatten().collect()
 }
 
 pub(super) struct Tracer<'a> {
@@ -37,8 +36,7 @@ pub(super) struct Tracer<'a> {
 impl<'a> Tracer<'a> {
     /// Returns the tracer of ProxyConfig; None if there is none, or one that the bootstrap does not configure.
     pub(super) fn from_config(config: &'a Config) -> Option<Self> {
-        let tracing = config.node.proxy_config.tracing.as_ref()?;
-        Some(match tracing.tracer.as_ref()? {
+        Some(match config.node.proxy_config.tracing.as_ref()?.tracer.as_ref()? {
             Zipkin(zipkin) => Self {
                 name: "zipkin",
                 message: "ZipkinConfig",
@@ -75,7 +73,7 @@ impl<'a> Tracer<'a> {
     pub(super) fn section(self) -> Value {
         let mut members = self.settings;
         let message = format!("type.googleapis.com/envoy.config.trace.v3.{}", self.message);
-        members["@type"] = json!(message);
+        members["@type"] = message.into();
         members["collector_cluster"] = json!(self.cluster);
         let name = format!("envoy.tracers.{}", self.name);
         json!({ "http": { "name": name, "typed_config": members } })
@@ -87,8 +85,8 @@ pub(super) fn metrics_service(config: &Config) -> Option<(Value, Option<&RemoteS
     let proxy_config = &config.node.proxy_config;
     let service = proxy_config.envoy_metrics_service.as_ref();
     let address = service.and_then(|service| socket_address(config, &service.address));
-    let older = || socket_address(config, &proxy_config.envoy_metrics_service_address);
-    Some((address.or_else(older)?, service))
+    let older = &proxy_config.envoy_metrics_service_address;
+    Some((address.or_else(|| socket_address(config, older))?, service))
 }
 
 /// Converts `host:port` to Envoy's form, or an empty text to None. Envoy resolves names.
@@ -116,8 +114,7 @@ fn collector(config: &Config, tracer: &Tracer<'_>) -> Option<Value> {
 fn remote(config: &Config, name: &str, address: &Value, service: Option<&RemoteService>) -> Value {
     let tls = service.and_then(|service| service.tls_settings.as_ref());
     let mut cluster = service_cluster(config, name, address, (tls, name), true);
-    let settings = service.and_then(|service| service.tcp_keepalive.as_ref());
-    if let Some(settings) = settings {
+    if let Some(settings) = service.and_then(|service| service.tcp_keepalive.as_ref()) {
         cluster["upstream_connection_options"] = json!({ "tcp_keepalive": keepalive(settings) });
     }
     cluster
@@ -130,8 +127,7 @@ fn service_cluster(
     (tls, default_sni): (Option<&TlsSettings>, &str),
     is_http2: bool,
 ) -> Value {
-    let dns_lookup = config.families().dns_lookup;
-    let mut cluster = cluster(name, "1s", Some(dns_lookup), address);
+    let mut cluster = cluster(name, "1s", Some(config.families().dns_lookup), address);
     let metadata = &config.node.metadata;
     let socket = tls.and_then(|tls| tls::upstream(tls, metadata, default_sni, is_http2));
     cluster["transport_socket"] = json!(socket);
@@ -167,11 +163,10 @@ pub(super) fn sinks(config: &Config) -> Vec<Value> {
 /// Converts the settings to whole seconds, as the kernel has them, and leaves out zero, the kernel's default.
 /// The keepalive is on also without members, with the kernel's defaults.
 fn keepalive(settings: &TcpKeepalive) -> Value {
-    let seconds = |given| time(given).map_or(0, |time| time.as_secs());
     let members = [
         ("keepalive_probes", settings.probes.into()),
-        ("keepalive_time", seconds(settings.time)),
-        ("keepalive_interval", seconds(settings.interval)),
+        ("keepalive_time", time(settings.time).unwrap_or_default().as_secs()),
+        ("keepalive_interval", time(settings.interval).unwrap_or_default().as_secs()),
     ];
     members.into_iter().filter(|it| it.1 != 0).collect()
 }

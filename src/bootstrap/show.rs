@@ -18,8 +18,8 @@ pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, Pr
     let Some(path) = output else {
         return Ok(Some(text));
     };
-    let written = fs::write(path, text + "\n");
-    written.map_err(|error| permission::problem("write the file", path, error))?;
+    fs::write(path, text + "\n")
+        .map_err(|error| permission::problem("write the file", path, error))?;
     Ok(None)
 }
 

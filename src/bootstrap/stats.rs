@@ -47,8 +47,7 @@ const EXPRESSIONS: &[&str] = &[r"vhost\..*\.route\..*"];
 
 pub(super) fn section(config: &Config) -> Value {
     let mut tags = table(TAGS);
-    let chosen = config.stats.tags.iter();
-    tags.extend(chosen.map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
+    tags.extend(config.stats.tags.iter().map(|name| tag(name, &format!(r"({name}=\.=(.*?);\.;)"))));
     tags.extend(table(LATER_TAGS));
     let buckets = config.stats.buckets.iter();
     let settings: Vec<_> = buckets
@@ -71,34 +70,28 @@ fn tag(name: &str, regex: &str) -> Value {
 }
 
 fn patterns(config: &Config) -> Vec<Value> {
-    let (stats, addresses) = (&config.stats, &config.node.addresses);
+    let stats = &config.stats;
+    let ips = &config.node.addresses;
     let mut patterns = vec![json!({ "prefix": "reporter=" })];
     if config.metadata_discovery {
         patterns.push(json!({ "prefix": "workload_discovery" }));
     }
-    let prefixes = expand(&stats.prefixes, PREFIXES, addresses);
-    patterns.extend(prefixes.map(|text| json!({ "prefix": text })));
-    let suffixes = expand(&stats.suffixes, SUFFIXES, addresses);
-    patterns.extend(suffixes.map(|text| json!({ "suffix": text })));
+    patterns.extend(expand(&stats.prefixes, PREFIXES, ips).map(|text| json!({ "prefix": text })));
+    patterns.extend(expand(&stats.suffixes, SUFFIXES, ips).map(|text| json!({ "suffix": text })));
     if config.exit_on_zero_connections {
         patterns.push(json!({ "suffix": "downstream_cx_active" }));
     }
     let chosen = [&stats.expressions[..], &stats.in_flight_expressions].concat();
-    let expressions = expand(&chosen, EXPRESSIONS, addresses);
+    let expressions = expand(&chosen, EXPRESSIONS, ips);
     patterns.extend(expressions.map(|text| json!({ "safe_regex": { "regex": text } })));
     patterns.extend(["component", "istio"].map(|text| json!({ "prefix": text })));
     patterns
 }
 
 /// Lists the user's patterns, then Istio's. A pattern with `{pod_ip}` is repeated for each address of the pod.
-fn expand(
-    chosen: &[String],
-    required: &[&str],
-    addresses: &[IpAddr],
-) -> impl Iterator<Item = String> {
+fn expand(chosen: &[String], required: &[&str], ips: &[IpAddr]) -> impl Iterator<Item = String> {
     let chosen = chosen.iter().flat_map(move |text| {
-        let texts = addresses.iter().map(|ip| text.replace("{pod_ip}", &ip.to_string()));
-        texts.collect::<IndexSet<_>>()
+        ips.iter().map(|ip| text.replace("{pod_ip}", &ip.to_string())).collect::<IndexSet<_>>()
     });
     chosen.chain(required.iter().map(|text| (*text).to_owned()))
 }

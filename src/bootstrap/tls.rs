@@ -66,15 +66,10 @@ fn socket(message: &str, context: Value) -> Value {
 
 /// Returns the sources of the certificate and of the roots, or None for plaintext.
 fn secrets(settings: &TlsSettings, metadata: &Metadata) -> Option<(Option<Value>, Option<Value>)> {
-    let path = |member: &str, setting: &str| {
-        let file = metadata.get(member).and_then(Value::as_str);
-        let mut paths = [file.unwrap_or_default(), setting].into_iter();
-        paths.find(|path| !path.is_empty()).map(str::to_owned)
-    };
-    let roots = path("TLS_CLIENT_ROOT_CERT", &settings.ca_certificates)
+    let roots = path(metadata, "TLS_CLIENT_ROOT_CERT", &settings.ca_certificates)
         .map(|path| from_sds(&format!("file-root:{path}"), None));
-    let pair = path("TLS_CLIENT_CERT_CHAIN", &settings.client_certificate)
-        .zip(path("TLS_CLIENT_KEY", &settings.private_key))
+    let pair = path(metadata, "TLS_CLIENT_CERT_CHAIN", &settings.client_certificate)
+        .zip(path(metadata, "TLS_CLIENT_KEY", &settings.private_key))
         .map(|(chain, key)| from_sds(&format!("file-cert:{chain}~{key}"), None));
     match settings.mode() {
         Mode::Disable => None,
@@ -85,6 +80,11 @@ fn secrets(settings: &TlsSettings, metadata: &Metadata) -> Option<(Option<Value>
             Some((Some(from_sds("default", Some("0s"))), Some(from_sds("ROOTCA", Some("0s")))))
         }
     }
+}
+
+fn path<'a>(metadata: &'a Metadata, member: &str, setting: &'a str) -> Option<&'a str> {
+    let file = metadata.get(member).and_then(Value::as_str).unwrap_or_default();
+    [file, setting].into_iter().find(|path| !path.is_empty())
 }
 
 fn from_sds(name: &str, initial_fetch_timeout: Option<&str>) -> Value {

@@ -32,10 +32,9 @@ pub(super) async fn detect(config: &Config) -> bool {
 pub(super) async fn describe(config: &Config) -> Platform {
     let token = token(config).await;
     let metadata = query(&MEMBERS, |path| get(config, &token, path)).await;
-    let part = |name: &str| metadata.get(name).cloned().unwrap_or_default();
     let locality = Locality {
-        region: part("aws_region"),
-        zone: part("aws_availability_zone"),
+        region: metadata.get("aws_region").cloned().unwrap_or_default(),
+        zone: metadata.get("aws_availability_zone").cloned().unwrap_or_default(),
         ..Locality::default()
     };
     Platform { metadata, locality }
@@ -49,12 +48,10 @@ fn service(config: &Config) -> &'static str {
 async fn token(config: &Config) -> String {
     let lifetime = ("X-aws-ec2-metadata-token-ttl-seconds", "60");
     let path = "/latest/api/token";
-    let response = request(service(config), Method::PUT, path, lifetime, LIMIT).await;
-    success(response).unwrap_or_default()
+    success(request(service(config), Method::PUT, path, lifetime, LIMIT).await).unwrap_or_default()
 }
 
 async fn get(config: &Config, token: &str, path: &str) -> Option<String> {
     let path = format!("/latest/meta-data/{path}");
-    let header = (TOKEN, token);
-    success(request(service(config), Method::GET, &path, header, LIMIT).await)
+    success(request(service(config), Method::GET, &path, (TOKEN, token), LIMIT).await)
 }

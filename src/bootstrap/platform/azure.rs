@@ -17,20 +17,17 @@ pub(super) fn detect(config: &Config) -> bool {
 }
 
 pub(super) async fn describe() -> Platform {
-    let header = ("Metadata", "True");
-    let response = request(SERVICE, Method::GET, INSTANCE, header, LIMIT).await;
+    let response = request(SERVICE, Method::GET, INSTANCE, ("Metadata", "True"), LIMIT).await;
     let instance = success(response).and_then(|text| serde_json::from_str::<Value>(&text).ok());
     // Without an instance all members are missing, which makes an empty platform.
     read(&instance.unwrap_or_default()["compute"])
 }
 
 fn read(compute: &Value) -> Platform {
-    let text = |name: &str| compute[name].as_str().unwrap_or_default().to_owned();
-    let mut metadata = present([
-        ("azure_name", text("name")),
-        ("azure_location", text("location")),
-        ("azure_vmId", text("vmId")),
-    ]);
+    let [name, location, id, zone] = ["name", "location", "vmId", "zone"]
+        .map(|member| compute[member].as_str().unwrap_or_default().to_owned());
+    let mut metadata =
+        present([("azure_name", name), ("azure_location", location.clone()), ("azure_vmId", id)]);
     // Older versions of the service have the tags as one text.
     let tags = compute["tags"].as_str().unwrap_or_default();
     if compute.get("tagsList").is_none() && !tags.is_empty() {
@@ -44,10 +41,7 @@ fn read(compute: &Value) -> Platform {
             metadata.insert(format!("azure_{name}"), value.to_owned());
         }
     }
-    Platform {
-        metadata,
-        locality: Locality { region: text("location"), zone: text("zone"), ..Locality::default() },
-    }
+    Platform { metadata, locality: Locality { region: location, zone, ..Locality::default() } }
 }
 
 #[cfg(test)]

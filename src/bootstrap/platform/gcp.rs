@@ -61,8 +61,7 @@ pub fn known(
 pub(super) async fn describe(config: &Config) -> Platform {
     let (mut metadata, zone) = match &config.gcp {
         Some(known) => {
-            let zone = known.get("gcp_zone").cloned();
-            (known.clone(), zone.or_else(|| zone_of_search_list(config)))
+            (known.clone(), known.get("gcp_zone").cloned().or_else(|| zone_of_search_list(config)))
         }
         None => {
             let mut metadata = query(&MEMBERS, |path| get(config, path, MEMBER_LIMIT)).await;
@@ -70,8 +69,7 @@ pub(super) async fn describe(config: &Config) -> Platform {
             let path = metadata.remove("gcp_zone");
             let zone = path.and_then(|path| path.rsplit('/').next().map(str::to_owned));
             if let Some(zone) = &zone {
-                let location = metadata.entry("gcp_location".to_owned());
-                location.or_insert_with(|| zone.clone());
+                metadata.entry("gcp_location".to_owned()).or_insert_with(|| zone.clone());
             }
             let zone = zone_of_search_list(config).or(zone);
             if zone.is_none() {
@@ -100,14 +98,13 @@ pub(crate) async fn identity(config: &Config, audience: &str) -> Option<Zeroizin
     let path =
         format!("instance/service-accounts/default/identity?audience={audience}&format=full");
     let token = Zeroizing::new(get(config, &path, TOKEN_LIMIT).await?);
-    (!token.is_empty()).then_some(token)
+    if token.is_empty() { None } else { Some(token) }
 }
 
 async fn get(config: &Config, path: &str, limit: Duration) -> Option<String> {
     let path = format!("/computeMetadata/v1/{path}");
     let host = config.gcp_host.as_deref().unwrap_or(SERVICE);
-    let text = success(request(host, Method::GET, &path, FLAVOR, limit).await)?;
-    Some(text.trim().to_owned())
+    Some(success(request(host, Method::GET, &path, FLAVOR, limit).await)?.trim().to_owned())
 }
 
 /// Returns the zone, and the region with which its name begins.
@@ -125,13 +122,12 @@ fn locality(zone: &str) -> Locality {
 
 /// Finds the zone in the search domain `<zone>.c.<project>.internal` of Google's machines.
 fn zone_of_search_list(config: &Config) -> Option<String> {
-    let path = config.root.join("etc/resolv.conf");
-    let text = regular_file::read_text(&path, MAX_SETTINGS).ok()?;
+    let text = regular_file::read_text(&config.root.join("etc/resolv.conf"), MAX_SETTINGS).ok()?;
     let lists = text.lines().filter_map(|line| line.strip_prefix("search "));
     lists.flat_map(str::split_whitespace).find_map(|name| {
         let (zone, rest) = name.split_once(".c.")?;
         let project = rest.strip_suffix(".internal")?;
         let is_zone = zone.split('-').count() == 3 && !zone.contains('.');
-        (is_zone && !project.is_empty()).then(|| zone.to_owned())
+        if is_zone && !project.is_empty() { Some(zone.to_owned()) } else { None }
     })
 }

@@ -72,7 +72,8 @@ async fn describe(config: &Config) -> Platform {
         _ if config.gcp.is_some() => gcp::describe(config).await,
         _ if azure::detect(config) => azure::describe().await,
         _ => {
-            let (aws, gcp) = (aws::detect(config), gcp::detect(config));
+            let aws = aws::detect(config);
+            let gcp = gcp::detect(config);
             tokio::pin!(aws, gcp);
             // Both fail soon on another machine, so waiting for the second costs little.
             tokio::select! {
@@ -99,12 +100,14 @@ async fn request(
         .header(name, value)
         .body(Bytes::new())
         .ok()?;
-    let response = Client::default().fetch(request, limit, MAX_RESPONSE).await;
-    let logged = response.inspect_err(|error| {
-        let error = with_causes(error);
-        tracing::debug!(error, path, "a metadata service did not answer");
-    });
-    logged.ok()
+    Client::default()
+        .fetch(request, limit, MAX_RESPONSE)
+        .await
+        .inspect_err(|error| {
+            let error = with_causes(error);
+            tracing::debug!(error, path, "a metadata service did not answer");
+        })
+        .ok()
 }
 
 /// Returns the body of a successful response.
