@@ -5,7 +5,6 @@
 pub mod differences;
 mod pods;
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use indexmap::IndexMap;
@@ -74,36 +73,42 @@ pub fn report(text: &str) -> Result<Report, BoxError> {
             max_total_scalar_bytes: usize::MAX,
         },
     };
-    let json = serde_json::from_str(text).map(|pods: Pods| vec![pods]);
-    let documents = json.or_else(|_| serde_saphyr::from_multiple_with_options(text, options));
-    let documents =
-        documents.map_err(|error| format!("neither YAML nor JSON: {}", error.without_snippet()))?;
+    let documents = match serde_json::from_str::<Pods>(text) {
+        Ok(pods) => vec![pods],
+        Err(_) => serde_saphyr::from_multiple_with_options(text, options)
+            .map_err(|error| format!("neither YAML nor JSON: {}", error.without_snippet()))?,
+    };
     let pods = documents.into_iter().reduce(Pods::and).unwrap_or_default();
     if pods.settings.is_empty() && pods.without_istio + pods.not_injected == 0 {
         return Err("no pod and no template of pods in the text".into());
     }
-    let (mut findings, mut counts) = (IndexMap::<ContainerCheck, Owners>::new(), BTreeMap::new());
+    let mut findings = IndexMap::<ContainerCheck, Owners>::new();
+    let mut worst = Level::Ok;
+    let [mut errors, mut warnings, mut neither] = [0; 3];
     for (settings, owners) in &pods.settings {
-        let containers = settings.containers.iter();
-        let found: Vec<_> = containers
-            .flat_map(|container| differences(container, &settings.annotations))
-            .collect();
-        let levels = found.iter().map(|found| found.check.level);
-        let level = levels.fold(Level::Ok, Level::max);
-        *counts.entry(level).or_default() += owners.values().sum::<usize>();
-        for found in found {
-            add(findings.entry(found).or_default(), owners);
+        let mut level = Level::Ok;
+        for container in &settings.containers {
+            for found in differences(container, &settings.annotations) {
+                level = level.max(found.check.level);
+                add(findings.entry(found).or_default(), owners);
+            }
         }
+        let count = match level {
+            Level::Error => &mut errors,
+            Level::Warning => &mut warnings,
+            Level::Ok | Level::Skipped => &mut neither,
+        };
+        *count += owners.values().sum::<usize>();
+        worst = worst.max(level);
     }
-    let count = |level| counts.get(&level).copied().unwrap_or_default();
     findings.sort_by(|one, _, other, _| other.check.level.cmp(&one.check.level));
     let findings = findings.into_iter().map(|(found, owners)| Finding { found, owners });
     Ok(Report {
-        level: counts.keys().copied().fold(Level::Ok, Level::max),
+        level: worst,
         findings: findings.collect(),
-        errors: count(Level::Error),
-        warnings: count(Level::Warning),
-        neither: count(Level::Ok),
+        errors,
+        warnings,
+        neither,
         without_istio: pods.without_istio,
         not_injected: pods.not_injected,
     })
@@ -138,8 +143,7 @@ struct Findings<'a> {
 
 impl Findings<'_> {
     fn command_line(&mut self, words: Vec<String>, env: &Environment, annotations: &Pairs) {
-        let program = ["pilot-agent".to_owned()].into_iter();
-        let typed = match cli::parse(program.chain(words)) {
+        let typed = match cli::parse(["pilot-agent".to_owned()].into_iter().chain(words)) {
             Ok(typed) => typed,
             Err(ParseError::Invalid(text) | ParseError::Help(text)) => return self.refused(text),
         };
@@ -149,8 +153,7 @@ impl Findings<'_> {
         match iptables::check(&typed.flags, env) {
             Ok((arguments, notes)) => {
                 self.problems(&notes);
-                let given = arguments.iter().filter_map(|flag| flag.split_once('='));
-                self.settings(&given.collect());
+                self.settings(&arguments.iter().filter_map(|flag| flag.split_once('=')).collect());
             }
             Err(error) => self.refused(error),
         }
@@ -164,30 +167,29 @@ impl Findings<'_> {
         annotations: &Pairs,
     ) {
         for flag in &line.unknown_flags {
-            let check = Check::new("flag", Level::Warning, flag);
-            self.add(check, find_row(Selector::UnknownFlag));
+            self.add(Check::new("flag", Level::Warning, flag), find_row(Selector::UnknownFlag));
         }
         let (mut given, notes) =
             manifest_configuration(flags, &line.cli.log, env, annotations.clone());
         self.problems(&notes);
-        let flags = line.flags.iter().filter(|flag| flag.is_given);
-        given.extend(flags.map(|flag| (format!("--{}", flag.name), flag.value.as_str().into())));
-        let annotated = annotations.iter().map(|(name, value)| (&**name, &**value));
-        let texts = annotated.chain(env.with_prefix(""));
-        given.extend(texts.map(|(name, value)| (name.to_owned(), value.into())));
+        for flag in line.flags.iter().filter(|flag| flag.is_given) {
+            given.insert(format!("--{}", flag.name), flag.value.as_str().into());
+        }
+        given.extend(annotations.iter().map(|(name, value)| (name.clone(), value.as_str().into())));
+        given.extend(env.with_prefix("").map(|(name, value)| (name.to_owned(), value.into())));
         self.settings(&given.into());
         let text = env.text(environment::ISTIO_KUBE_APP_PROBERS.row.name);
         let probers = text.and_then(|text| json::read::<Map<_, Value>>(text).ok());
         for (path, prober) in probers.iter().flatten() {
             if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
-                let row = find_row(Selector::ProbeWithoutTimeout);
-                row.into_iter().for_each(|row| self.difference(path, row));
+                if let Some(row) = find_row(Selector::ProbeWithoutTimeout) {
+                    self.difference(path, row);
+                }
             }
         }
         for (name, why) in env.without_effect() {
             if why != environment::UNUSED {
-                let row = find_row(Selector::VariableWithoutEffect);
-                self.add(Check::ok(name, why), row);
+                self.add(Check::ok(name, why), find_row(Selector::VariableWithoutEffect));
             }
         }
     }
@@ -219,30 +221,21 @@ impl Findings<'_> {
     }
 
     fn refused(&mut self, found: impl ToString) {
-        let problem = Problem::new(codes::ARGUMENT_INVALID, "command line", found);
-        self.problem(Level::Error, &problem);
+        self.problem(Level::Error, &Problem::new(codes::ARGUMENT_INVALID, "command line", found));
     }
 
     /// Adds the rows of settings that have another effect in this agent.
     fn settings(&mut self, given: &Value) {
-        let is_set = |name: &str| {
-            let (name, wanted) = name.split_once('=').map_or((name, None), |(n, v)| (n, Some(v)));
-            let path = format!("/{}", name.replace('.', "/"));
-            let value = given.get(name).or_else(|| given.pointer(&path));
-            let text = value.map_or_else(String::new, |value| value.to_string().replace('"', ""));
-            match wanted {
-                Some(wanted) => text == wanted,
-                None => !["", "0", "false"].contains(&text.as_str()),
-            }
-        };
         for row in TABLE {
-            let settings = row.selectors.iter().filter_map(|selector| match selector {
-                Selector::Set(names) => names.split(' ').all(is_set).then_some(*names),
-                _ => None,
-            });
-            let settings: Vec<_> = settings.collect();
-            let is_known = self.found.iter().any(|found| found.row == row.id);
-            if !settings.is_empty() && !is_known {
+            let mut settings = Vec::new();
+            for selector in row.selectors {
+                if let Selector::Set(names) = selector
+                    && names.split(' ').all(|name| is_set(given, name))
+                {
+                    settings.push(*names);
+                }
+            }
+            if !settings.is_empty() && !self.found.iter().any(|found| found.row == row.id) {
                 self.difference(&settings.join(", "), row);
             }
         }
@@ -262,6 +255,17 @@ impl Findings<'_> {
             check,
             row: row.map_or("", |row| row.id),
         });
+    }
+}
+
+/// Returns true if a setting has the value in `name`, as `name=value`, or any that is not zero, false or empty.
+fn is_set(given: &Value, name: &str) -> bool {
+    let (name, wanted) = name.split_once('=').map_or((name, None), |(n, v)| (n, Some(v)));
+    let value = given.get(name).or_else(|| given.pointer(&format!("/{}", name.replace('.', "/"))));
+    let text = value.map_or_else(String::new, |value| value.to_string().replace('"', ""));
+    match wanted {
+        Some(wanted) => text == wanted,
+        None => !["", "0", "false"].contains(&text.as_str()),
     }
 }
 
@@ -286,13 +290,13 @@ impl fmt::Display for Report {
             }
             let pods: usize = owners.values().sum();
             let first = owners.iter().take(MAX_OWNERS);
-            let texts = first.map(|(owner, count)| format!("{owner} ({count})"));
-            let mut named = Vec::from_iter(texts);
+            let mut named: Vec<_> =
+                first.map(|(owner, pods)| format!("{owner} ({pods})")).collect();
             if owners.len() > MAX_OWNERS {
                 named.push(format!("{} others", owners.len() - MAX_OWNERS));
             }
-            let (container, s) = (&found.container, if pods == 1 { "" } else { "s" });
-            let text = format!("{container} of {pods} pod{s}: {}", named.join(", "));
+            let s = if pods == 1 { "" } else { "s" };
+            let text = format!("{} of {pods} pod{s}: {}", found.container, named.join(", "));
             writeln!(f, "\n         {}", printable(&text))?;
         }
         write!(

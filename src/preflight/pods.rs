@@ -61,16 +61,15 @@ impl Pods {
         let Some(pod) = found.find(|pod| pod["spec"]["containers"].is_array()) else {
             return pods;
         };
-        let names = ["initContainers", "containers"].iter();
-        let lists = names.filter_map(|name| pod["spec"][name].as_array());
-        let containers: Vec<_> = lists.flatten().filter_map(Container::read).collect();
+        let lists = ["initContainers", "containers"].map(|name| pod["spec"][name].as_array());
+        let all = lists.into_iter().flatten().flatten();
+        let containers: Vec<_> = all.filter_map(Container::read).collect();
         if !containers.is_empty() {
             let read = Pairs::deserialize(&pod["metadata"]["annotations"]);
             let mut annotations = read.unwrap_or_default();
             annotations.retain(|name, _| name.contains("istio.io/"));
             annotations.remove("sidecar.istio.io/status");
-            let settings = Settings { annotations, containers };
-            pods.settings.insert(settings, [(owner(object), 1)].into());
+            pods.settings.insert(Settings { annotations, containers }, [(owner(object), 1)].into());
         } else if std::ptr::eq(pod, object) {
             pods.without_istio = 1;
         } else {
@@ -93,12 +92,10 @@ fn owner(object: &Value) -> String {
     let mut owners = metadata["ownerReferences"].as_array().into_iter().flatten();
     let (kind, name) = match owners.find(|owner| owner["controller"] == true) {
         Some(owner) => (&owner["kind"], owner["name"].as_str()),
-        None => {
-            let name = metadata["name"].as_str();
-            (&object["kind"], name.or(metadata["generateName"].as_str()))
-        }
+        None => (&object["kind"], metadata["name"].as_str().or(metadata["generateName"].as_str())),
     };
-    let (mut kind, mut name) = (kind.as_str().unwrap_or("Pod"), name.unwrap_or("?"));
+    let mut kind = kind.as_str().unwrap_or("Pod");
+    let mut name = name.unwrap_or("?");
     // A Deployment names its ReplicaSets after itself and the hash of the template.
     let hash = metadata["labels"]["pod-template-hash"].as_str();
     if let Some(deployment) = name.strip_suffix(&format!("-{}", hash.unwrap_or_default()))
@@ -117,18 +114,22 @@ impl Container {
         let name = container["name"].as_str().unwrap_or_default();
         let lists = ["command", "args"].map(|list| Vec::<String>::deserialize(&container[list]));
         let line = lists.into_iter().flatten().flatten();
-        let is_program = |word: &String| word.rsplit('/').next() == Some("pilot-agent");
-        let words: Vec<_> = line.skip_while(is_program).collect();
-        let first = |at: usize| words.get(at).map_or("", String::as_str);
-        let is_compared = match first(0) {
-            "proxy" => name == "istio-proxy" && !["ztunnel", "agentgateway"].contains(&first(1)),
-            command => ["istio-iptables", "istio-clean-iptables"].contains(&command),
+        let words = line.skip_while(|word| word.rsplit('/').next() == Some("pilot-agent"));
+        let words: Vec<_> = words.collect();
+        let is_compared = match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+            ["proxy", "ztunnel" | "agentgateway", ..] => false,
+            ["proxy", ..] => name == "istio-proxy",
+            ["istio-iptables" | "istio-clean-iptables", ..] => true,
+            _ => false,
         };
+        if !is_compared && name != "istio-proxy" {
+            return None;
+        }
         let (env, unread) = variables(container);
-        (is_compared || name == "istio-proxy").then(|| Self {
+        Some(Self {
             name: name.to_owned(),
             istio_minor: istio_minor(container["image"].as_str().unwrap_or_default()),
-            words: is_compared.then_some(words),
+            words: if is_compared { Some(words) } else { None },
             env,
             unread,
         })
@@ -144,7 +145,8 @@ fn istio_minor(image: &str) -> Option<u32> {
 /// Returns the variables with a value, and the names of those whose value is in another object. The pod's own names,
 /// addresses and limits are left out, because they make no difference.
 fn variables(container: &Value) -> (Pairs, Vec<String>) {
-    let (mut values, mut unread) = (Pairs::new(), Vec::new());
+    let mut values = Pairs::new();
+    let mut unread = Vec::new();
     for variable in container["env"].as_array().into_iter().flatten() {
         let [name, value] = ["name", "value"].map(|one| variable[one].as_str().unwrap_or_default());
         let from = &variable["valueFrom"];
@@ -189,7 +191,8 @@ impl<'de> Visitor<'de> for PodsVisitor {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Pods, A::Error> {
-        let (mut pods, mut object) = (Pods::default(), Map::new());
+        let mut pods = Pods::default();
+        let mut object = Map::new();
         while let Some(name) = members.next_key::<String>()? {
             if name == "items" {
                 pods = members.next_value()?;
