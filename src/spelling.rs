@@ -11,13 +11,12 @@ pub(crate) fn hint(
     known: impl IntoIterator<Item = impl AsRef<str>>,
 ) -> String {
     let lowercase = name.to_lowercase();
-    let rated = known.into_iter().map(|known| {
-        let similarity = strsim::jaro_winkler(&lowercase, &known.as_ref().to_lowercase());
-        (similarity, known)
-    });
-    let alike = rated.filter(|(similarity, _)| *similarity >= MIN_SIMILARITY);
-    let nearest = alike.max_by(|(one, _), (other, _)| one.total_cmp(other));
-    nearest.map_or_else(String::new, |(_, known)| format!(" ({prefix}{}?)", known.as_ref()))
+    known
+        .into_iter()
+        .map(|known| (strsim::jaro_winkler(&lowercase, &known.as_ref().to_lowercase()), known))
+        .filter(|(similarity, _)| *similarity >= MIN_SIMILARITY)
+        .max_by(|(one, _), (other, _)| one.total_cmp(other))
+        .map_or_else(String::new, |(_, known)| format!(" ({prefix}{}?)", known.as_ref()))
 }
 
 #[cfg(test)]

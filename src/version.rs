@@ -43,29 +43,28 @@ pub fn istio() -> Result<String, Problem> {
 
 fn image_version(program: &Path) -> Result<String, Problem> {
     let path = program.with_file_name(IMAGE_VERSION_FILE);
-    let unusable = |found: &str| {
-        let expected = format!("a version such as {FOLLOWED}, or no such file");
-        Problem::value(codes::FILE_INVALID, path.display(), found, expected)
+    let found = match if_exists(regular_file::read(&path, MAX_LENGTH)) {
+        Ok(None) => return Ok(FOLLOWED.to_owned()),
+        Ok(Some(content)) => {
+            let version = String::from_utf8_lossy(&content).trim().to_owned();
+            let is_valid = |c: char| c.is_ascii_alphanumeric() || ".-+_".contains(c);
+            if !version.is_empty() && version.chars().all(is_valid) {
+                return Ok(version);
+            }
+            version
+        }
+        Err(error) => error.to_string(),
     };
-    let content = if_exists(regular_file::read(&path, MAX_LENGTH));
-    let Some(content) = content.map_err(|error| unusable(&error.to_string()))? else {
-        return Ok(FOLLOWED.to_owned());
-    };
-    let text = String::from_utf8_lossy(&content);
-    let version = text.trim();
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || ".-+_".contains(c);
-    if version.is_empty() || !version.chars().all(is_allowed) {
-        return Err(unusable(version));
-    }
-    Ok(version.to_owned())
+    let expected = format!("a version such as {FOLLOWED}, or no such file");
+    Err(Problem::value(codes::FILE_INVALID, path.display(), &found, expected))
 }
 
 /// Records the build as a metric. `istio` is the version that is sent to istiod.
 pub fn publish(registry: &Registry, istio: &str) {
     const LABELS: &[&str] = &["version", "istio_version", "revision", "status"];
     let help = "What this agent was built from; always 1.";
-    let (name, istio) = ("istio_agent_build_info", istio.to_owned());
-    registry.computed(name, help, Kind::Gauge, LABELS, move |series| {
+    let istio = istio.to_owned();
+    registry.computed("istio_agent_build_info", help, Kind::Gauge, LABELS, move |series| {
         series(&[AGENT_VERSION, &istio, REVISION, STATUS], 1.0);
     });
 }

@@ -31,8 +31,7 @@ pub(crate) struct Directory(File);
 impl Directory {
     /// Opens the directory at `path`, links included, as the operator has named it.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
-        let directory = open(path, DIRECTORY, Mode::empty())?;
-        Ok(Self(directory.into()))
+        Ok(Self(open(path, DIRECTORY, Mode::empty())?.into()))
     }
 
     /// Opens the directory `name` below `parent`. Fails if other users have access to it. `creates` it if it is
@@ -77,15 +76,13 @@ impl Directory {
                 Err(Errno::EXIST) => false,
                 created => created.map(|()| true)?,
             };
-        let flags = DIRECTORY | OFlags::NOFOLLOW;
-        Ok((openat(&parent.0, name, flags, Mode::empty())?.into(), is_new))
+        Ok((openat(&parent.0, name, DIRECTORY | OFlags::NOFOLLOW, Mode::empty())?.into(), is_new))
     }
 
     /// Lists the names in the directory.
     pub(crate) fn names(&self) -> io::Result<Vec<String>> {
         let entries = Dir::read_from(&self.0)?;
-        let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
-        names.collect()
+        entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
     }
 
     /// Returns a path to `name` for calls that do not take a descriptor, while the directory is open.

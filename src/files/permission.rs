@@ -24,8 +24,7 @@ pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
 
 /// Fails if this process cannot write to `directory` or, if that is missing, to its nearest ancestor that exists.
 pub(crate) fn writable(directory: &Path) -> io::Result<()> {
-    let existing = directory.ancestors().find(|path| path.exists());
-    let directory = existing.unwrap_or(Path::new("."));
+    let directory = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     if !directory.is_dir() {
         return Err(io::ErrorKind::NotADirectory.into());
     }
@@ -50,10 +49,12 @@ pub(crate) fn explained(path: &Path, error: io::Error) -> io::Error {
     let Some((path, found)) = paths.find_map(|path| Some((path, path.metadata().ok()?))) else {
         return error;
     };
-    let (owner, mode, us) = (found.uid(), found.mode() & 0o7777, geteuid());
+    let mode = found.mode() & 0o7777;
+    let us = geteuid();
     let text = format!(
-        "{error}: {} belongs to user {owner} with mode {mode:o}, and this process runs as user {us}",
-        path.display()
+        "{error}: {} belongs to user {} with mode {mode:o}, and this process runs as user {us}",
+        path.display(),
+        found.uid()
     );
     io::Error::new(error.kind(), text)
 }

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
@@ -59,28 +60,23 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
 /// directory that the pod's containers share, could lead the agent to a file of its own.
 pub(crate) fn open_trusted(path: &Path) -> io::Result<File> {
     const STEP: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
-    let begin = |path: &Path| {
-        let begin = if path.is_absolute() { "/" } else { "." };
-        rustix::fs::open(begin, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
-    };
-    let (mut at, mut rest) = (begin(path)?, steps(path));
+    let mut at = open_start(path)?;
+    let mut rest = steps(path);
     let mut links = 0;
     while let Some(name) = rest.pop_front() {
         let step = rustix::fs::openat(&at, &name, STEP, Mode::empty())?;
         let found = File::from(step.try_clone()?).metadata()?;
         if found.is_symlink() {
-            let is_own = [0, rustix::process::geteuid().as_raw()].contains(&found.uid());
-            if links == MAX_LINKS || !is_own {
-                let (name, owner) = (name.display(), found.uid());
-                return Err(io::Error::other(format!(
-                    "the link {name} of user {owner} is not followed"
-                )));
+            let owner = found.uid();
+            if links == MAX_LINKS || ![0, rustix::process::geteuid().as_raw()].contains(&owner) {
+                let why = format!("the link {} of user {owner} is not followed", name.display());
+                return Err(io::Error::other(why));
             }
             links += 1;
             let target = rustix::fs::readlinkat(&step, "", Vec::new())?;
             let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
             if target.is_absolute() {
-                at = begin(&target)?;
+                at = open_start(&target)?;
             }
             rest = steps(&target).into_iter().chain(rest).collect();
         } else if rest.is_empty() {
@@ -92,6 +88,11 @@ pub(crate) fn open_trusted(path: &Path) -> io::Result<File> {
         }
     }
     Err(io::ErrorKind::IsADirectory.into())
+}
+
+fn open_start(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let start = if path.is_absolute() { "/" } else { "." };
+    rustix::fs::open(start, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Returns the names of a path, without its root.
@@ -109,8 +110,7 @@ pub(crate) fn read_open(file: File, limit: u64) -> io::Result<Zeroizing<Vec<u8>>
     // The buffer has its final capacity, because a buffer that grows leaves copies of a key in memory.
     let capacity = usize::try_from(metadata.len().min(limit)).unwrap_or(0) + 1;
     let mut content = Zeroizing::new(Vec::with_capacity(capacity));
-    let read = file.take(limit + 1).read_to_end(&mut content)?;
-    if read as u64 > limit {
+    if file.take(limit + 1).read_to_end(&mut content)? as u64 > limit {
         let problem = format!("more than {limit} bytes");
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
     }

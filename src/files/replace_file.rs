@@ -27,24 +27,30 @@ pub(crate) fn replace_all<P: AsRef<Path>>(
     mode: u32,
     syncs: bool,
 ) -> io::Result<()> {
-    let replace = || {
-        for (path, bytes) in files {
-            let file = write_temporary(directory, path.as_ref(), bytes, mode)?;
-            if syncs {
-                file.sync_all()?;
-            }
-        }
-        files.iter().try_for_each(|(path, _)| {
-            let path = path.as_ref();
-            Ok(renameat(directory, temporary(path), directory, path)?)
-        })
-    };
-    replace().inspect_err(|_| {
+    write_and_rename(directory, files, mode, syncs).inspect_err(|_| {
         for (path, _) in files {
             // The first error is reported, not the one of this clean-up.
             let _ = unlinkat(directory, temporary(path.as_ref()), AtFlags::empty());
         }
     })
+}
+
+fn write_and_rename<P: AsRef<Path>>(
+    directory: BorrowedFd<'_>,
+    files: &[(P, &[u8])],
+    mode: u32,
+    syncs: bool,
+) -> io::Result<()> {
+    for (path, bytes) in files {
+        let file = write_temporary(directory, path.as_ref(), bytes, mode)?;
+        if syncs {
+            file.sync_all()?;
+        }
+    }
+    for (path, _) in files {
+        renameat(directory, temporary(path.as_ref()), directory, path.as_ref())?;
+    }
+    Ok(())
 }
 
 fn write_temporary(

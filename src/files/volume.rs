@@ -80,8 +80,7 @@ impl Volume {
     }
 
     fn usable(&self, content: Content) -> io::Result<()> {
-        let directory = Directory::open(&self.directory)?;
-        let is_in_memory = is_in_memory(&directory)?;
+        let is_in_memory = is_in_memory(&Directory::open(&self.directory)?)?;
         let is_large = content == Content::Configuration;
         let is_lost = self.is_default
             && !self.is_machine
@@ -104,8 +103,8 @@ impl Volume {
     /// if the operator has named the directory, because it may become usable later.
     pub(crate) fn prepare(&self, content: Content) -> bool {
         let created = self.check(content).and_then(|()| {
-            let created = Directory::private(&self.directory, content.directory(), true);
-            created.map_err(|error| self.problem(content, error))
+            Directory::private(&self.directory, content.directory(), true)
+                .map_err(|error| self.problem(content, error))
         });
         let Err(problem) = created else {
             return true;

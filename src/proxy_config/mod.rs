@@ -74,8 +74,7 @@ impl ProxyConfig {
     /// metadata, because they become environment variables of any content.
     pub fn printable(&self) -> Map<String, Value> {
         let mut document = Value::from(self.document());
-        let token = document.pointer_mut("/tracing/lightstep/accessToken");
-        token.into_iter().for_each(hide);
+        document.pointer_mut("/tracing/lightstep/accessToken").into_iter().for_each(hide);
         let headers = document.pointer_mut("/readinessProbe/httpGet/httpHeaders");
         for header in headers.and_then(Value::as_array_mut).into_iter().flatten() {
             header.get_mut("value").into_iter().for_each(hide);
@@ -96,8 +95,7 @@ impl ProxyConfig {
 
     /// Returns the status port; None if the status server is switched off.
     pub fn agent_port(&self) -> Option<u16> {
-        let port = u16::try_from(self.status_port).ok()?;
-        (port != 0).then_some(port)
+        u16::try_from(self.status_port).ok().filter(|port| *port != 0)
     }
 
     pub fn drain_time(&self) -> Duration {
@@ -142,15 +140,14 @@ fn hide(value: &mut Value) {
 /// Converts a message to one that has its descriptor.
 fn dynamic(message: &impl prost::Message, name: &str) -> Result<DynamicMessage, Box<dyn Error>> {
     let found = definitions()?.get_message_by_name(&format!("istio.mesh.v1alpha1.{name}"));
-    let descriptor = found.ok_or("this program has no definition of it")?;
-    let mut dynamic = DynamicMessage::new(descriptor);
+    let mut dynamic = DynamicMessage::new(found.ok_or("this program has no definition of it")?);
     dynamic.transcode_from(message)?;
     Ok(dynamic)
 }
 
 /// Returns the integer that a float is equal to. Beyond the limit, floats do not represent every integer.
 fn as_integer(number: f64) -> Option<i64> {
-    (number.fract() == 0.0 && number.abs() < 9e15).then_some(number as i64)
+    if number.fract() == 0.0 && number.abs() < 9e15 { Some(number as i64) } else { None }
 }
 
 /// Reads a message from JSON.
@@ -159,8 +156,7 @@ pub(crate) fn from_json<M: prost::Message + Default>(json: &Value) -> M {
     let mut message = M::default();
     let node = yaml::parse(&json.to_string()).expect("JSON");
     let mut notes = Diagnostics::default();
-    let last = std::any::type_name::<M>().rsplit("::").next();
-    let name = last.expect("the name of a message");
+    let name = std::any::type_name::<M>().rsplit("::").next().expect("the name of a message");
     let node = node.expect("an object");
     read::read(&mut message, name, "it", &node, &mut notes).expect("a definition");
     assert_eq!(notes.problems, [], "{json}");

@@ -76,13 +76,12 @@ impl Reader<'_> {
         message: &MessageDescriptor,
         node: &'n Node,
     ) -> Option<Vec<(FieldDescriptor, &'n Node)>> {
-        // A known member that is null counts as absent.
-        let is_null = |node: &Node| matches!(node.value, Tree::Null);
         let entries = self.entries(node)?;
-        let find = |name: &str| entries.get(name).copied().filter(|node| !is_null(node));
         let mut set: Vec<(FieldDescriptor, &Node)> = Vec::new();
         for field in message.fields() {
-            if let Some(node) = find(field.json_name()).or_else(|| find(field.name())) {
+            let named = [field.json_name(), field.name()].map(|name| entries.get(name).copied());
+            // A known member that is null counts as absent.
+            if let Some(node) = named.into_iter().flatten().find(|node| !is_null(node)) {
                 let oneof = field.containing_oneof();
                 set.retain(|(other, _)| oneof.is_none() || other.containing_oneof() != oneof);
                 set.push((field, node));
@@ -90,21 +89,19 @@ impl Reader<'_> {
         }
         for (key, node) in entries {
             let is_used = set.iter().any(|(_, used)| std::ptr::eq(*used, node));
-            let mut fields = message.fields();
-            let is_known = fields.any(|it| [it.name(), it.json_name()].contains(&key));
+            let is_known = message.fields().any(|it| [it.name(), it.json_name()].contains(&key));
             if is_used || is_known && is_null(node) {
                 continue;
             }
             let path = self.child_path(key);
-            if is_known {
-                let text = format!("member {path} gives way to another");
-                self.warn(codes::MEMBER_REPEATED, node, text);
+            let (code, text) = if is_known {
+                (codes::MEMBER_REPEATED, format!("member {path} gives way to another"))
             } else {
-                let names = message.fields().map(|field| field.json_name().to_owned());
-                let hint = spelling::hint(key, "", names);
-                let text = format!("unknown member {path}{hint}");
-                self.warn(codes::MEMBER_UNKNOWN, node, text);
-            }
+                let hint =
+                    spelling::hint(key, "", message.fields().map(|it| it.json_name().to_owned()));
+                (codes::MEMBER_UNKNOWN, format!("unknown member {path}{hint}"))
+            };
+            self.warn(code, node, text);
         }
         Some(set)
     }
@@ -117,8 +114,7 @@ impl Reader<'_> {
         let mut last = IndexMap::new();
         for (key, node) in entries {
             if last.insert(key.as_str(), node).is_some() {
-                let text = format!("another member {key}");
-                self.warn(codes::MEMBER_REPEATED, node, text);
+                self.warn(codes::MEMBER_REPEATED, node, format!("another member {key}"));
             }
         }
         Some(last)
@@ -222,8 +218,7 @@ impl Reader<'_> {
     fn problem<T>(&mut self, node: &Node, found: String, expected: Cow<'static, str>) -> Option<T> {
         let of = if self.path.is_empty() { "" } else { " of " };
         let subject = format!("{}{of}{} line {}", self.path, self.origin, line(node));
-        let problem = Problem::new(codes::SETTING_INVALID, subject, found);
-        self.notes.add(problem.expected(expected));
+        self.notes.add(Problem::new(codes::SETTING_INVALID, subject, found).expected(expected));
         None
     }
 }
@@ -255,6 +250,10 @@ fn time(message: &MessageDescriptor, text: &str) -> Option<Value> {
     Some(Value::Message(value))
 }
 
+fn is_null(node: &Node) -> bool {
+    matches!(node.value, Tree::Null)
+}
+
 fn text(tree: &Tree) -> Option<&str> {
     match tree {
         Tree::Text(text) => Some(text),
@@ -267,7 +266,7 @@ fn number(tree: &Tree) -> Option<f64> {
         Tree::Number(number) => number.as_f64()?,
         _ => text(tree)?.parse().ok()?,
     };
-    number.is_finite().then_some(number)
+    if number.is_finite() { Some(number) } else { None }
 }
 
 /// Reads an integer. It may be quoted; if it is not, it may have an empty fraction.

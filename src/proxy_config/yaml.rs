@@ -52,8 +52,7 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
     });
     let error = read.err().map(|error| {
         let (line, reason) = line_and_reason(&error);
-        let subject = format!("{origin} line {line}");
-        Problem::new(codes::SETTING_INVALID, subject, reason)
+        Problem::new(codes::SETTING_INVALID, format!("{origin} line {line}"), reason)
     });
     let Some(node) = first else {
         notes.problems.extend(error);
@@ -61,8 +60,7 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
     };
     if let Some(Problem { subject, .. }) = error {
         let found = "another document after the first one";
-        let problem = Problem::new(codes::FILE_LINE, subject, found);
-        notes.warnings.push(problem);
+        notes.warnings.push(Problem::new(codes::FILE_LINE, subject, found));
     }
     match node.value {
         Tree::Null => None,
@@ -80,9 +78,7 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
 pub fn line_and_reason(error: &serde_saphyr::Error) -> (u64, String) {
     let error = error.without_snippet();
     let line = error.location().map_or(1, |at| at.line());
-    let text = error.to_string();
-    let reason = text.split(" at line ").next().unwrap_or_default();
-    (line, reason.to_owned())
+    (line, error.to_string().split(" at line ").next().unwrap_or_default().to_owned())
 }
 
 impl Tree {

@@ -51,7 +51,8 @@ impl FileWatch {
     /// Watches a path and its current chain of links. Blocks on the file system. After an error only a part of the
     /// chain is watched.
     pub(crate) fn watch(&self, path: &Path) -> io::Result<()> {
-        let (mut links, mut outcome) = (HashSet::new(), Ok(()));
+        let mut links = HashSet::new();
+        let mut outcome = Ok(());
         walk(&std::path::absolute(path)?, |directory, name| {
             match self.watch_directory(directory, &name, path) {
                 Ok(descriptor) => {
@@ -121,15 +122,13 @@ impl FileWatch {
             {
                 let mut watched = self.watched.lock();
                 let names = watched.directories.entry(descriptor).or_default();
-                let paths = names.entry(name.to_owned()).or_default();
-                paths.insert(path.to_owned());
+                names.entry(name.to_owned()).or_default().insert(path.to_owned());
             }
             // Another thread may have removed the same watch before this one recorded it.
             if inotify::add_watch(&self.inotify, directory, flags)? == descriptor {
                 return Ok(descriptor);
             }
-            let link = (descriptor, name.to_owned());
-            self.remove(&mut self.watched.lock(), &link, path);
+            self.remove(&mut self.watched.lock(), &(descriptor, name.to_owned()), path);
         }
     }
 
