@@ -27,7 +27,7 @@ pub(super) async fn check_live(admin: &Admin) -> Result<(), NotReady> {
 }
 
 async fn query(admin: &Admin, what: &'static str, path: &str) -> Result<String, NotReady> {
-    admin.text(path).await.map_err(|why| NotReady::NoStats { what, why })
+    admin.text(path).await.map_err(|why| NotReady::NoStats { what, why: why.to_string() })
 }
 
 fn check_updates(body: &str) -> Result<(), NotReady> {
