@@ -6,7 +6,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use serde_json::json;
 
 use super::{doctor, ignore_closed_pipe, with_progress};
 use crate::config::environment::Environment;
@@ -51,23 +50,21 @@ fn unusable(subject: impl ToString, found: impl ToString) -> Problem {
     Problem::new(codes::BUNDLE_OUTPUT_UNUSABLE, subject, found)
 }
 
-/// Reads the sources of the bundle from the configuration in a directory, and the path of the token.
+/// Reads the sources of the bundle from the configuration in a directory.
 fn sources(
     flags: &ProxyFlags,
     log: &LogFlags,
     all: &[Flag],
     environment: &Environment,
     root: &Path,
-) -> (Sources, Option<PathBuf>) {
+) -> Sources {
     let istio = super::version::istio(environment).unwrap_or_else(|error| error.to_string());
-    let sources = Sources {
+    Sources {
         version: version::full(&istio),
         proxy_config: config::proxy_config(flags, environment, root),
         admin_socket: config::admin_socket(environment, root),
         config: report::report(flags, log, all, environment, root).json(),
-    };
-    let config = config::load(flags, log, environment, root).ok();
-    (sources, config.and_then(|config| config.token_file().map(Path::to_owned)))
+    }
 }
 
 /// Collects the bundle and writes it.
@@ -85,21 +82,13 @@ pub async fn run(
         let environment = environment.clone();
         move || sources(&proxy, &log, &all, &environment, ".".as_ref())
     });
-    let (sources, token) = read.await.unwrap_or_else(|why| {
+    let sources = read.await.unwrap_or_else(|why| {
         tracing::warn!("{}", Problem::new(codes::BUNDLE_SETTINGS_LATE, "configuration files", why));
         // There are no files under this root, so only flags and variables are read.
         sources(&flags.proxy, log, all, environment, "/dev/null".as_ref())
     });
-    let secrets = support_bundle::known_secrets(environment, token)
-        .await
-        .map_err(|error| format!("cannot tell secrets apart: {error}"))?;
-    let doctor = async {
-        match doctor::report(&flags.proxy, log, environment).await {
-            Ok(report) => (report.text(true, usize::MAX), json!(report)),
-            Err(refused) => (refused.to_string(), json!(refused)),
-        }
-    };
-    let collecting = support_bundle::collect(&sources, secrets, doctor);
+    let doctor = doctor::report(&flags.proxy, log, environment);
+    let collecting = support_bundle::collect(&sources, doctor);
     let bundle =
         with_progress("collecting configuration, debug pages and checks", collecting).await;
     ignore_closed_pipe(bundle.write(&mut output))

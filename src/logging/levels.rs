@@ -190,7 +190,8 @@ pub(super) fn name(level: impl Into<LevelFilter>) -> &'static str {
     }
 }
 
-pub(super) fn scope_of(target: &str) -> &'static str {
+/// Returns the scope of a target; the scope of libraries if the target is not a scope.
+pub fn scope_of(target: &str) -> &'static str {
     match target.split("::").next() {
         Some("istio_agent" | "pilot_agent") => DEFAULT,
         _ => SCOPES.split(' ').find(|scope| *scope == target).unwrap_or(LIBRARIES),

@@ -27,12 +27,12 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::files::permission::explained;
 use crate::problem::{Problem, codes};
-pub use levels::Levels;
-use levels::{CHANGES, scope_of};
+use levels::CHANGES;
+pub use levels::{Levels, scope_of};
 use line::{Content, Line};
 pub use line::{UNABRIDGED, is_interpreted, printable};
 use output::Output;
-pub use recent::Entry;
+pub use recent::{Entry, code_of};
 use recent::{LastLines, Recent};
 
 /// The `--log_*` flags.

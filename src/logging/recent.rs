@@ -8,6 +8,7 @@ use tracing::Level;
 
 use super::levels::name;
 use super::line::{Line, timestamp};
+use crate::problem::Code;
 use crate::problem::codes::TABLE;
 
 /// The maximum number of warnings and errors that are stored.
@@ -50,7 +51,7 @@ impl Recent {
         let scope = line.scope;
         let time = timestamp(line.time);
         let message: String = line.content.text(' ').chars().take(MAX_MESSAGE).collect();
-        let code = code(&message);
+        let code = code_of(&message).map_or("", |code| code.name);
         let mut entries = self.0.lock();
         let same = entries.iter().position(|entry| {
             (entry.level, entry.scope, entry.code) == (level, scope, code)
@@ -80,14 +81,11 @@ impl Recent {
 }
 
 /// Finds the last code in a message. Labels may follow it.
-fn code(message: &str) -> &'static str {
-    for part in message.rsplit('[') {
-        let name = part.split(']').next();
-        if let Some(code) = TABLE.iter().find(|code| Some(code.name) == name) {
-            return code.name;
-        }
-    }
-    ""
+pub fn code_of(message: &str) -> Option<&'static Code> {
+    message
+        .rsplit('[')
+        .map(|part| part.split(']').next())
+        .find_map(|name| TABLE.iter().copied().find(|code| Some(code.name) == name))
 }
 
 /// The lines logged last, as text.

@@ -2,41 +2,39 @@
 //! pages of Envoy and of the agent, the rules of traffic capture, versions.
 //!
 //! A running agent and Envoy are not necessary. `errors.txt` names the parts that cannot be read, with the
-//! reason; large or slow parts are cut off. Everything passes [`redact`] and is compressed at once, so
-//! memory does not grow with Envoy's configuration: at most 16 MiB of a file are stored. The collection takes
-//! at most 20 s, and up to 10 s more at its start if files hang.
+//! reason; large or slow parts are cut off. Everything passes [`filter`] and is compressed at once, so
+//! memory does not grow with Envoy's configuration: at most 16 MiB of a file are stored. `left_out.json` has
+//! the number of members and lines that the filter left out. The collection takes at most 20 s, and up to 10 s
+//! more at its start if files hang.
 
-mod redact;
+mod filter;
 
 use std::cell::RefCell;
 use std::fs;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use crc32fast::Hasher;
 use flate2::Compression;
-use flate2::write::DeflateEncoder;
+use flate2::write::GzEncoder;
 use futures_util::future::join_all;
 use futures_util::stream;
 use http::{Request, Response, StatusCode};
-use percent_encoding::percent_decode_str;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 use tokio_util::io::{StreamReader, SyncIoBridge};
 
-use crate::config::environment::{self, Environment};
 use crate::files::regular_file::{self, MAX_SETTINGS};
 use crate::net::http_client::{Body, Client};
 use crate::problem::{Code, Problem, codes};
 use crate::program;
 use crate::proxy_config::ProxyConfig;
+use crate::report::Report;
 use crate::runtime::lifecycle::with_causes;
-use redact::Form::{self, Json, Lines, OwnJson};
-pub use redact::Secrets;
+use filter::Form::{self, Json, Lines};
+use filter::{is_name, lines, report};
 
 /// The time limit of the collection.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -44,36 +42,33 @@ const LIMIT: Duration = Duration::from_secs(20);
 pub(crate) const STEP_LIMIT: Duration = Duration::from_secs(5);
 /// The largest compressed file, in bytes.
 const MAX_COMPRESSED: usize = 16 << 20;
-/// The largest token, in bytes. A header of HTTP cannot be larger.
-const MAX_TOKEN: u64 = 64 << 10;
 
 /// The name of the file, the path of the page, and its form.
 type Page = (&'static str, &'static str, Form);
 
 const CONFIG: &str = "config.json";
 const AGENT_PAGES: [Page; 5] = [
-    (CONFIG, "/debug/config", OwnJson),
-    ("agent/overview.json", "/debug/overview", OwnJson),
-    ("agent/log.txt", "/debug/log", Lines),
-    ("agent/ndsz.json", "/debug/ndsz", OwnJson),
-    ("agent/metrics.txt", "/metrics/agent", Lines),
+    (CONFIG, "/debug/config", Json("Configuration")),
+    ("agent/overview.json", "/debug/overview", Json("Overview")),
+    ("agent/log.txt", "/debug/log", Lines(lines::log)),
+    ("agent/ndsz.json", "/debug/ndsz", Json("NameTable")),
+    ("agent/metrics.txt", "/metrics/agent", Lines(lines::metric)),
 ];
 /// The pages of Envoy, the largest one last. `config_dump` is without endpoints, which `clusters` has: with them
 /// it takes twice the memory of Envoy.
-const ENVOY_PAGES: [Page; 5] = [
-    ("envoy/server_info.json", "/server_info", Json),
-    ("envoy/listeners.txt", "/listeners", Lines),
-    ("envoy/clusters.txt", "/clusters", Lines),
-    ("envoy/stats.txt", "/stats", Lines),
-    ("envoy/config_dump.json", "/config_dump", Json),
+const ENVOY_PAGES: [Page; 7] = [
+    ("envoy/server_info.json", "/server_info", Json("ServerInfo")),
+    ("envoy/memory.json", "/memory", Json("Memory")),
+    ("envoy/certs.json", "/certs", Json("Certificates")),
+    ("envoy/listeners.json", "/listeners?format=json", Json("Listeners")),
+    ("envoy/clusters.json", "/clusters?format=json", Json("Clusters")),
+    // As text, because histograms in JSON are several times as large.
+    ("envoy/stats.txt", "/stats", Lines(lines::statistic)),
+    ("envoy/config_dump.json", "/config_dump", Json("ConfigDump")),
 ];
-const CAPTURE: [&[&str]; 5] = [
-    &["iptables-save"],
-    &["ip6tables-save"],
-    &["iptables-legacy-save"],
-    &["ip6tables-legacy-save"],
-    &["nft", "list", "ruleset"],
-];
+/// The commands that print the rules of traffic capture.
+const CAPTURE: &str =
+    "iptables-save;ip6tables-save;iptables-legacy-save;ip6tables-legacy-save;nft -j list ruleset";
 
 #[derive(Debug)]
 pub struct Sources {
@@ -90,7 +85,6 @@ pub struct Sources {
 /// The collected files and problems.
 #[allow(missing_debug_implementations)]
 pub struct Bundle {
-    secrets: Arc<Secrets>,
     until: Instant,
     files: RefCell<Vec<File>>,
     problems: RefCell<Vec<Problem>>,
@@ -99,69 +93,48 @@ pub struct Bundle {
 /// A file that is compressed while it is written. Bytes beyond [`MAX_COMPRESSED`] are dropped.
 struct File {
     name: String,
-    content: Compressed,
+    content: GzEncoder<Vec<u8>>,
+    /// The number of bytes before compression.
+    length: u64,
+    /// The members or lines that the filter left out.
+    left_out: u64,
 }
 
-/// A part of a gzip stream.
-struct Compressed {
-    deflate: DeflateEncoder<Vec<u8>>,
-    checksum: Hasher,
-}
-
-/// Collects known secrets: variables with the name of a secret, passwords in URLs, and the content of the token's
-/// file.
-pub async fn known_secrets(
-    env: &Environment,
-    token: Option<PathBuf>,
-) -> Result<Secrets, regex::Error> {
-    let mut known = Vec::new();
-    for (name, value) in env.with_prefix("") {
-        let is_setting = environment::rows().any(|row| row.name == name);
-        if !is_setting && redact::is_secret(name.as_bytes()) {
-            known.push(value.to_owned());
-        }
-        if let Some((user, _)) = value.rsplit_once('@')
-            && let Some((_, password)) = user.rsplit_once(':')
-        {
-            known.push(password.to_owned());
-            known.push(percent_decode_str(password).decode_utf8_lossy().into());
-        }
-    }
-    if let Some(path) = token
-        && let Ok(Ok(token)) =
-            timeout(STEP_LIMIT, regular_file::read_blocking(path, MAX_TOKEN)).await
-    {
-        known.push(String::from_utf8_lossy(&token).into_owned());
-    }
-    Secrets::new(known)
-}
-
-/// Collects everything. `doctor` returns its report as text and as JSON, and has its own time limit.
+/// Collects everything. `doctor` makes the doctor's report, and has its own time limit.
 pub async fn collect(
     sources: &Sources,
-    secrets: Secrets,
-    doctor: impl Future<Output = (String, Value)>,
+    doctor: impl Future<Output = Result<Report, Problem>>,
 ) -> Bundle {
     let bundle = Bundle {
-        secrets: Arc::new(secrets),
         until: crate::runtime::clock::after(LIMIT),
         files: RefCell::default(),
         problems: RefCell::default(),
     };
     // The doctor runs before the large pages, because Envoy makes its pages one after the other.
-    let (text, json) = doctor.await;
-    bundle.text("doctor.txt", Lines, &text);
-    bundle.text("doctor.json", OwnJson, &format!("{json:#}"));
+    match doctor.await {
+        Ok(found) => bundle.doctor(found),
+        Err(Problem { code, .. }) => bundle.problem(code, "doctor", code.cause),
+    }
     tokio::join!(bundle.agent(sources), bundle.envoy(sources), bundle.machine(sources),);
     let problems = bundle.problems.take();
     if !problems.is_empty() {
         let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
-        bundle.text("errors.txt", Lines, &problems.join("\n"));
+        bundle.own("errors.txt", &problems.join("\n"), 0);
     }
+    let counts: Value =
+        bundle.files.borrow().iter().map(|it| (it.name.clone(), it.left_out)).collect();
+    bundle.own("left_out.json", &format!("{counts:#}"), 0);
     bundle
 }
 
 impl Bundle {
+    fn doctor(&self, found: Report) {
+        let mut left_out = 0;
+        let found = report::reduced(found, &mut left_out);
+        self.own("doctor.txt", &found.text(true, usize::MAX), left_out);
+        self.own("doctor.json", &format!("{:#}", json!(found)), left_out);
+    }
+
     async fn agent(&self, sources: &Sources) {
         if let Some(port) = sources.proxy_config.agent_port() {
             self.pages(port, &AGENT_PAGES).await;
@@ -169,7 +142,7 @@ impl Bundle {
         if !self.files.borrow().iter().any(|file| file.name == CONFIG) {
             let found = "the agent did not answer";
             self.problem(codes::BUNDLE_CONFIG_OF_COMMAND, CONFIG, found);
-            self.text(CONFIG, OwnJson, &format!("{:#}", sources.config));
+            self.text(CONFIG, Json("Configuration"), &sources.config.to_string());
         }
     }
 
@@ -223,8 +196,7 @@ impl Bundle {
             Some((chunk.and_then(|it| it.map_err(io::Error::other)), body))
         });
         let page = SyncIoBridge::new(StreamReader::new(Box::pin(chunks)));
-        let secrets = self.secrets.clone();
-        let written = spawn_blocking(move || File::write_from(name, &secrets, form, page)).await;
+        let written = spawn_blocking(move || File::write_from(name, form, page)).await;
         match written {
             Ok(written) => self.add(written),
             Err(panic) => self.problem(codes::BUNDLE_PAGE_MISSING, name, panic),
@@ -232,17 +204,25 @@ impl Bundle {
     }
 
     async fn machine(&self, sources: &Sources) {
-        let envoy = [&*sources.proxy_config.binary_path, "--version"];
         let (rules, envoy, ()) = tokio::join!(
-            join_all(CAPTURE.map(output)),
-            output(&envoy),
+            join_all(CAPTURE.split(';').map(output)),
+            program::run(&sources.proxy_config.binary_path, &["--version"], "", STEP_LIMIT),
             self.bootstraps(&sources.proxy_config),
         );
-        self.text("capture.txt", Lines, &rules.concat());
-        let kernel = regular_file::read_kernel("/proc/version").unwrap_or_default();
-        let version = &sources.version;
-        let text = format!("agent: {version}\nkernel: {}\n{envoy}", kernel.trim());
-        self.text("versions.txt", Lines, &text);
+        let (mut text, mut left_out) = (String::new(), 0);
+        for (line, printed) in rules {
+            let rules = printed.map(|printed| lines::rules(line, &printed, &mut left_out));
+            text += &format!("$ {line}\n{}\n", rules.unwrap_or_else(failure));
+        }
+        self.own("capture.txt", &text, left_out);
+        let kernel = regular_file::read_kernel("/proc/sys/kernel/osrelease").unwrap_or_default();
+        // The line is `envoy version: COMMIT/VERSION/…`.
+        let envoy = envoy.unwrap_or_else(|problem| failure(problem).into());
+        let envoy = String::from_utf8_lossy(&envoy);
+        let envoy = envoy.trim().rsplit(' ').next().filter(|it| is_name(it)).unwrap_or_default();
+        let (agent, kernel) = (&sources.version, kernel.trim());
+        let text = format!("agent: {agent}\nkernel: {kernel}\nEnvoy: {envoy}\n");
+        self.own("versions.txt", &text, 0);
     }
 
     /// Adds the bootstraps that the agent writes, one for each epoch of Envoy, and the operator's, which may be YAML.
@@ -279,14 +259,26 @@ impl Bundle {
                 serde_saphyr::from_slice::<Value>(&text).map_err(invalid)
             });
             match parsed {
-                Ok(document) => self.text(&name, Json, &format!("{document:#}")),
+                Ok(mut document) => {
+                    // The type comes first, as the filter expects it.
+                    document.sort_all_objects();
+                    self.text(&name, Json("Bootstrap"), &document.to_string());
+                }
                 Err(error) => self.problem(codes::BUNDLE_BOOTSTRAP_UNREADABLE, &name, error),
             }
         }
     }
 
     fn text(&self, name: &str, form: Form, text: &str) {
-        self.add(File::write_from(name, &self.secrets, form, text.as_bytes()));
+        self.add(File::write_from(name, form, text.as_bytes()));
+    }
+
+    /// Adds a text of this agent, of which this number of parts was left out before.
+    fn own(&self, name: &str, text: &str, left_out: u64) {
+        let mut file = File::new(name);
+        file.left_out = left_out;
+        let written = file.write_all(text.as_bytes());
+        self.add((file, written));
     }
 
     fn add(&self, (file, copied): (File, io::Result<()>)) {
@@ -302,96 +294,51 @@ impl Bundle {
         self.problems.borrow_mut().push(problem);
     }
 
-    /// Writes the archive. Its gzip stream joins what is compressed already: to compress large files again would take
-    /// seconds. Source of the format: RFC 1951 and RFC 1952.
+    /// Writes the archive as consecutive gzip members, because to compress large files again would take seconds.
     pub fn write(self, out: &mut impl Write) -> io::Result<()> {
-        const BLOCK: usize = 512;
+        const BLOCK: u64 = 512;
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let mut files = self.files.into_inner();
         files.sort_by(|one, other| one.name.cmp(&other.name));
-        let (mut parts, mut padding) = (Vec::new(), 0);
+        let mut padding = 0;
         for file in files {
-            let size = file.content.length();
             let mut header = tar::Header::new_gnu();
-            header.set_size(size);
+            header.set_size(file.length);
             header.set_mode(0o600);
             header.set_mtime(now.as_ref().map_or(0, |now| now.as_secs()));
             // The padding of the file before comes first.
             let mut entry = tar::Builder::new(vec![0; padding]);
             let path = format!("support-bundle/{}", file.name);
             entry.append_data(&mut header, path, io::empty())?;
-            parts.extend([Compressed::of(entry.get_ref())?, file.content]);
-            padding = (size.next_multiple_of(BLOCK as u64) - size) as usize;
+            out.write_all(&compressed(entry.get_ref())?)?;
+            padding = (file.length.next_multiple_of(BLOCK) - file.length) as usize;
+            out.write_all(&file.content.finish()?)?;
         }
         // Two empty blocks end the archive.
-        parts.push(Compressed::of(&vec![0; padding + 2 * BLOCK])?);
-        // The method deflate, no flags, no time, and an unknown system.
-        out.write_all(&[0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 255])?;
-        let (mut checksum, mut length) = (Hasher::new(), 0);
-        for part in parts {
-            checksum.combine(&part.checksum);
-            length += part.length();
-            part.write_to(out)?;
-        }
-        // An empty block that is marked as the last one ends the stream.
-        out.write_all(&[3, 0])?;
-        out.write_all(&checksum.finalize().to_le_bytes())?;
-        // The length modulo 2^32.
-        out.write_all(&(length as u32).to_le_bytes())?;
+        out.write_all(&compressed(&vec![0; padding + 2 * BLOCK as usize])?)?;
         out.flush()
     }
 }
 
-impl Compressed {
-    fn new() -> Self {
-        Self {
-            deflate: DeflateEncoder::new(Vec::new(), Compression::fast()),
-            checksum: Hasher::new(),
-        }
-    }
-
-    fn of(bytes: &[u8]) -> io::Result<Self> {
-        let mut part = Self::new();
-        part.write_all(bytes)?;
-        Ok(part)
-    }
-
-    /// Returns the number of bytes before compression.
-    fn length(&self) -> u64 {
-        self.deflate.total_in()
-    }
-
-    /// Writes the part without an end of the stream, at a full byte, so that another part can follow.
-    fn write_to(mut self, out: &mut impl Write) -> io::Result<()> {
-        self.deflate.flush()?;
-        out.write_all(self.deflate.get_ref())
-    }
-}
-
-impl Write for Compressed {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.deflate.write_all(bytes)?;
-        self.checksum.update(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+fn compressed(bytes: &[u8]) -> io::Result<Vec<u8>> {
+    let mut member = GzEncoder::new(Vec::new(), Compression::fast());
+    member.write_all(bytes)?;
+    member.finish()
 }
 
 impl File {
-    /// Writes a page without its secrets. Also returns the part that was written before an error.
-    fn write_from(
-        name: &str,
-        secrets: &Secrets,
-        form: Form,
-        mut from: impl Read,
-    ) -> (Self, io::Result<()>) {
-        let mut to = BufWriter::new(Self { name: name.to_owned(), content: Compressed::new() });
+    fn new(name: &str) -> Self {
+        let content = GzEncoder::new(Vec::new(), Compression::fast());
+        Self { name: name.to_owned(), content, length: 0, left_out: 0 }
+    }
+
+    /// Writes the kept part of a page. Also returns the part that was written before an error.
+    fn write_from(name: &str, form: Form, from: impl Read) -> (Self, io::Result<()>) {
+        let (mut to, mut left_out) = (BufWriter::new(Self::new(name)), 0);
         // After an error, the bytes before it are flushed, too.
-        let copied = redact::copy(secrets, form, &mut from, &mut to).and(to.flush());
-        let (file, _) = to.into_parts();
+        let copied = form.copy(from, &mut to, &mut left_out).and(to.flush());
+        let (mut file, _) = to.into_parts();
+        file.left_out = left_out;
         if file.is_full() {
             let problem = format!("more than {} MiB compressed", MAX_COMPRESSED >> 20);
             return (file, Err(io::Error::other(problem)));
@@ -400,7 +347,7 @@ impl File {
     }
 
     fn is_full(&self) -> bool {
-        self.content.deflate.get_ref().len() >= MAX_COMPRESSED
+        self.content.get_ref().len() >= MAX_COMPRESSED
     }
 }
 
@@ -408,6 +355,7 @@ impl Write for File {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if !self.is_full() {
             self.content.write_all(bytes)?;
+            self.length += bytes.len() as u64;
         }
         Ok(bytes.len())
     }
@@ -424,13 +372,14 @@ fn entries(directory: &Path) -> Vec<PathBuf> {
     entries.map(|entry| entry.path()).collect()
 }
 
-/// Returns a command with the output of the program, or with the error of running it.
-async fn output(command: &[&str]) -> String {
-    let printed = match program::run(command[0], &command[1..], "", STEP_LIMIT).await {
-        Ok(printed) => String::from_utf8_lossy(&printed).into_owned(),
-        Err(error) => error.to_string(),
-    };
-    format!("$ {}\n{}\n\n", command.join(" "), printed.trim())
+async fn output(line: &str) -> (&str, Result<Vec<u8>, Problem>) {
+    let words = Vec::from_iter(line.split(' '));
+    (line, program::run(words[0], &words[1..], "", STEP_LIMIT).await)
+}
+
+/// Describes a program that failed, without its own message.
+fn failure(Problem { code, .. }: Problem) -> String {
+    format!("{} [{}]\n", code.cause, code.name)
 }
 
 /// Waits for a future for at most [`STEP_LIMIT`], until `until` at the latest. After that time even a future that is

@@ -1,7 +1,7 @@
 //! Tests the collection of a support bundle from servers that send arbitrary, late or no responses, and the size limits
 //! of files.
 
-use flate2::read::GzDecoder;
+use flate2::read::MultiGzDecoder;
 use serde_json::json;
 use std::collections::BTreeMap;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -9,12 +9,13 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 
 use super::*;
+use crate::report::{Check, Group, PodState};
 
+const STATISTICS: Form = Lines(lines::statistic);
 const HEAD: &str = "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n";
 
 fn bundle(limit: Duration) -> Bundle {
     Bundle {
-        secrets: Arc::new(Secrets::new([]).expect("patterns")),
         until: Instant::now() + limit,
         files: RefCell::default(),
         problems: RefCell::default(),
@@ -47,7 +48,7 @@ async fn server<F: Future<Output = ()> + Send + 'static>(
 fn unpacked(bundle: Bundle) -> BTreeMap<String, String> {
     let mut archive = Vec::new();
     bundle.write(&mut archive).expect("written");
-    let mut archive = tar::Archive::new(GzDecoder::new(archive.as_slice()));
+    let mut archive = tar::Archive::new(MultiGzDecoder::new(archive.as_slice()));
     let files = archive.entries().expect("an archive").map(|entry| {
         let mut entry = entry.expect("an entry");
         let path = entry.path().expect("a path").display().to_string();
@@ -82,12 +83,12 @@ async fn a_hung_envoy_costs_one_wait_and_is_named() {
 async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     let (port, _server) = server(|mut stream, path| async move {
         let answer = match path.as_str() {
-            "/good" => format!("{HEAD}{{\"token\": \"hush\"}}"),
+            "/good" => format!("{HEAD}{{\"token\": \"hush\", \"allocated\": \"7\"}}"),
             "/missing" | "/debug/ndsz" => {
                 "HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n".to_owned()
             }
-            "/text" => format!("{HEAD}[1, 2, no JSON here: hush"),
-            "/cut" => "HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nline\nhalf".to_owned(),
+            "/text" => format!("{HEAD}{{\"allocated\": 1, no JSON here: hush"),
+            "/cut" => "HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\na: 1\nhalf".to_owned(),
             _ => "nonsense\r\n\r\n".to_owned(),
         };
         // The client may have closed the connection.
@@ -96,13 +97,13 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     .await;
     let bundle = bundle(LIMIT);
     let pages = [
-        ("good", "/good", Json),
-        ("missing", "/missing", Json),
+        ("good", "/good", Json("Memory")),
+        ("missing", "/missing", Json("Memory")),
         // An agent without DNS has no name table and responds with 404, which is not a problem.
-        ("agent/ndsz.json", "/debug/ndsz", Json),
-        ("text", "/text", Json),
-        ("cut", "/cut", Lines),
-        ("after", "/text", Lines),
+        ("agent/ndsz.json", "/debug/ndsz", Json("NameTable")),
+        ("text", "/text", Json("Memory")),
+        ("cut", "/cut", STATISTICS),
+        ("after", "/text", STATISTICS),
     ];
     bundle.pages(port, &pages).await;
     let problems = bundle.problems.take();
@@ -115,10 +116,10 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     assert_eq!(Vec::from_iter(found), expected);
     let files = unpacked(bundle);
     let expected = [
-        ("after", "[1, 2, no JSON here: hush"),
-        ("cut", "line\n"),
-        ("good", "{\n \"token\": \"[redacted]\"\n}"),
-        ("text", "[\n 1,\n 2,\n "),
+        ("after", ""),
+        ("cut", "a: 1\n"),
+        ("good", "{\n \"allocated\": \"7\"\n}"),
+        ("text", "{\n \"allocated\": 1"),
     ];
     let expected = expected.map(|(name, text)| (name.to_owned(), text.to_owned()));
     assert_eq!(files, expected.into());
@@ -127,22 +128,22 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
 #[tokio::test]
 async fn an_answer_without_end_is_cut_off_when_the_time_is_over() {
     let (port, _server) = server(|mut stream, _| async move {
-        let lines = format!("{HEAD}{}", "line\n".repeat(1000));
+        let lines = format!("{HEAD}{}", "a: 1\n".repeat(1000));
         while stream.write_all(lines.as_bytes()).await.is_ok() {}
     })
     .await;
     let bundle = bundle(Duration::from_millis(200));
-    bundle.pages(port, &[("endless", "/", Lines)]).await;
+    bundle.pages(port, &[("endless", "/", STATISTICS)]).await;
     let problems = bundle.problems.take();
     assert_eq!(problems[0].code, codes::BUNDLE_PART_CUT);
     let text = &unpacked(bundle)["endless"];
-    assert!(text.starts_with("line\n") && text.ends_with("line\n"));
+    assert!(text.starts_with("a: 1\n") && text.ends_with("a: 1\n"));
 }
 
 #[tokio::test]
 async fn a_large_page_is_complete() {
     let (port, _server) = server(|mut stream, _| async move {
-        let lines = format!("{}\n", "x".repeat((64 << 10) - 1)).repeat(64);
+        let lines = format!("a: {}\n", "1".repeat((64 << 10) - 4)).repeat(64);
         let _ = stream.write_all(HEAD.as_bytes()).await;
         for _ in 0..32 {
             let _ = stream.write_all(lines.as_bytes()).await;
@@ -150,14 +151,14 @@ async fn a_large_page_is_complete() {
     })
     .await;
     let bundle = bundle(Duration::from_secs(600));
-    bundle.pages(port, &[("large", "/", Lines)]).await;
+    bundle.pages(port, &[("large", "/", STATISTICS)]).await;
     assert_eq!(bundle.problems.take(), []);
     assert_eq!(unpacked(bundle)["large"].len(), 128 << 20);
 }
 
 #[test]
 fn a_full_file_takes_no_more() {
-    let mut noise = File { name: "n".repeat(200), content: Compressed::new() };
+    let mut noise = File::new(&"n".repeat(200));
     let mut random = [0; 1 << 16];
     for _ in 0..(MAX_COMPRESSED >> 16) + 100 {
         random.fill_with(|| fastrand::u8(..));
@@ -169,7 +170,7 @@ fn a_full_file_takes_no_more() {
     let mut archive = Vec::new();
     bundle.write(&mut archive).expect("written");
     assert!((MAX_COMPRESSED..MAX_COMPRESSED + (1 << 20)).contains(&archive.len()));
-    let mut archive = tar::Archive::new(GzDecoder::new(archive.as_slice()));
+    let mut archive = tar::Archive::new(MultiGzDecoder::new(archive.as_slice()));
     let mut entries = archive.entries().expect("an archive");
     let entry = entries.next().expect("a file").expect("a file");
     let name = format!("support-bundle/{}", "n".repeat(200));
@@ -206,19 +207,31 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
         },
         config: json!({ "flags": {} }),
     };
-    let doctor = async { ("all well".to_owned(), json!({ "level": "ok" })) };
+    let text = "inline_string \"hush\"";
+    let refused = Problem::new(codes::RESOURCE_REFUSED, "NACK of Listener", text);
+    let checks = vec![Check::from(&refused), Check::ok("process", "pid 7")];
+    let report = Report::new("node".to_owned(), vec![Group::new("Envoy", checks)]);
+    let doctor = async { Ok(report.judged(&PodState::NotReady, None)) };
     let start = Instant::now();
-    let bundle = collect(&sources, Secrets::new([]).expect("patterns"), doctor).await;
+    let bundle = collect(&sources, doctor).await;
     assert!(start.elapsed() < LIMIT);
     let files = unpacked(bundle);
-    assert_eq!(files["doctor.txt"], "all well");
+    let verdict =
+        "not ready: NACK of Listener: Envoy refused resources of istiod [RESOURCE_REFUSED]";
+    assert!(files["doctor.txt"].starts_with(verdict), "{}", files["doctor.txt"]);
+    assert!(files["doctor.txt"].contains("process: pid 7"), "{}", files["doctor.txt"]);
+    assert!(files["doctor.json"].contains("\"code\": \"RESOURCE_REFUSED\""));
+    let left_out: Value = serde_json::from_str(&files["left_out.json"]).expect("JSON");
+    assert_eq!(left_out["doctor.json"], 1);
+    assert_eq!(left_out["bootstrap/custom.yaml"], 1);
     let expected: Value = serde_json::from_str(&files["config.json"]).expect("JSON");
     assert_eq!(expected, sources.config);
     assert!(files["bootstrap/envoy-rev.json"].contains("\"id\": \"a\""));
     assert!(files["bootstrap/istio-standby/envoy-rev0.json"].contains("\"id\": \"b\""));
-    assert!(files["bootstrap/custom.yaml"].contains("\"inline_string\": \"[redacted]\""));
-    assert!(files["versions.txt"].contains("agent: 1.2.3\nkernel: Linux version"));
-    assert!(files["capture.txt"].contains("$ nft list ruleset\n"));
+    assert_eq!(files["bootstrap/custom.yaml"], "{\n \"static_resources\": {}\n}");
+    assert!(files.values().all(|text| !text.contains("hush")), "{files:?}");
+    assert!(files["versions.txt"].contains("agent: 1.2.3\nkernel: "));
+    assert!(files["capture.txt"].contains("$ nft -j list ruleset\n"));
     for missing in [
         "config.json: cannot connect to 127.0.0.1:1: ",
         "[BUNDLE_CONFIG_OF_COMMAND]",
@@ -228,25 +241,4 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
         assert!(files["errors.txt"].contains(missing), "{missing}: {files:?}");
     }
     assert!(!files.contains_key("bootstrap/other.json"));
-}
-
-#[tokio::test]
-async fn secrets_in_the_environment_and_the_token_are_redacted() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let token = directory.path().join("token");
-    fs::write(&token, "opaque-token\n").expect("written");
-    let env = Environment::from_iter([
-        ("XDS_HEADER_X_TENANT", "header-value"),
-        ("HTTPS_PROXY", "http://cart:pr%6Fxy-pass@proxy:3128"),
-        ("DB_PASSWORD", "database"),
-        ("SECRET_GRACE_PERIOD_RATIO_JITTER", "0.0100"),
-        ("TOKEN_STORE_SERVICE_HOST", "10.20.30.40"),
-    ]);
-    let secrets = known_secrets(&env, Some(token)).await.expect("patterns");
-    let text = "opaque-token header-value pr%6Fxy-pass proxy-pass database \
-                0.0100 10.20.30.40";
-    let mut out = Vec::new();
-    redact::copy(&secrets, Lines, &mut text.as_bytes(), &mut out).expect("lines");
-    let expected = format!("{}0.0100 10.20.30.40", "[redacted] ".repeat(5));
-    assert_eq!(String::from_utf8_lossy(&out), expected);
 }

@@ -19,6 +19,9 @@ use crate::support::{eventually, free_port};
 const OF_ROUTE: &str = "Bearer route-8fbb1c";
 const OF_MATCH: &str = "key-of-match-77ad";
 const OF_SERVICE: &str = "metadata-of-service-19c2";
+const OF_LUA: &str = "key-in-lua-6b21";
+const OF_FORMAT: &str = "key-in-access-log-90fe";
+const OF_TAG: &str = "tag-of-traces-41aa";
 const OF_ISTIOD: &str = "header-for-istiod-5e11";
 const OF_AUTHORITY: &str = "header-for-authority-a9d0";
 const OF_PROXY: &str = "password-of-proxy-3b7f";
@@ -41,7 +44,25 @@ fn listener(port: u16) -> Value {
         "envoy_grpc": { "cluster_name": "sds-grpc" },
         "initial_metadata": [header("x-tenant", OF_SERVICE)],
     });
+    manager["tracing"] = json!({ "custom_tags": [{ "tag": "a", "literal": { "value": OF_TAG } }] });
+    manager["http_filters"].as_array_mut().unwrap().insert(
+        0,
+        json!({
+            "name": "envoy.filters.http.lua",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
+                "default_source_code": { "inline_string": format!("-- {OF_LUA}") },
+            },
+        }),
+    );
     manager["access_log"] = json!([{
+        "name": "envoy.access_loggers.file",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+            "path": "/dev/null",
+            "log_format": { "text_format_source": { "inline_string": format!("{OF_FORMAT}\n") } },
+        },
+    }, {
         "name": "envoy.access_loggers.http_grpc",
         "typed_config": {
             "@type": "type.googleapis.com/envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
@@ -105,7 +126,7 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
     fs::create_dir(pod.path("certs")).unwrap();
     let key =
         eventually("a key", async || fs::read_to_string(pod.path("certs/key.pem")).ok()).await;
-    let in_dump = [OF_ROUTE, OF_MATCH, OF_SERVICE, OF_METADATA];
+    let in_dump = [OF_ROUTE, OF_MATCH, OF_SERVICE, OF_METADATA, OF_LUA, OF_FORMAT, OF_TAG];
     eventually("a dump with the secrets", async || {
         let dump = ask(&pod.envoy, "/config_dump").await?;
         dump.contains("certificate_chain").then_some(())?;
@@ -141,13 +162,18 @@ async fn a_bundle_has_the_whole_pod_and_none_of_its_secrets() {
         ("doctor.txt", "configuration"),
         ("doctor.json", "\"groups\""),
         ("config.json", "\"value\": \"default:info,xdsproxy:debug\""),
-        ("bootstrap/envoy-rev.json", "\"LIGHT_TOKEN\": \"[redacted]\""),
+        ("bootstrap/envoy-rev.json", "\"NAMESPACE\": \"shop\""),
         ("envoy/server_info.json", "\"state\""),
-        ("envoy/listeners.txt", "all::127.0.0.1:"),
-        ("envoy/clusters.txt", "xds-grpc::default_priority"),
+        ("envoy/listeners.json", "\"name\": \"all\""),
+        ("envoy/clusters.json", "\"name\": \"xds-grpc\""),
+        ("envoy/memory.json", "\"allocated\""),
+        ("envoy/certs.json", "\"spiffe://cluster.local/ns/shop/sa/cart\""),
         ("envoy/stats.txt", "server.live: "),
         ("envoy/config_dump.json", "\"name\": \"all\""),
-        ("envoy/config_dump.json", "\"certificate_chain\""),
+        ("envoy/config_dump.json", "\"stat_prefix\": "),
+        ("envoy/config_dump.json", "\"name\": \"secured\""),
+        ("doctor.txt", "[RESOURCE_REFUSED]"),
+        ("left_out.json", "\"envoy/config_dump.json\": "),
         ("agent/overview.json", "\"start_up\""),
         ("agent/log.txt", "\tinfo\t"),
         ("agent/overview.json", "spiffe://cluster.local/ns/shop/sa/cart"),
