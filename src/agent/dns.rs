@@ -21,7 +21,7 @@ impl Agent {
             self.ports.clone().dns(),
             forwarder.clone(),
             &self.metrics,
-            self.listener_handover.clone(),
+            self.stop_accepting.clone(),
             self.shutdown.clone(),
         );
         let (done, ended) = oneshot::channel();

@@ -40,7 +40,7 @@ use crate::problem::{Problem, codes};
 use crate::runtime::clock::Clock;
 use crate::runtime::exit_code::ExitCode;
 use crate::runtime::lifecycle::{
-    self, BoxError, CancellationToken, Ended, ListenerHandover, QUIT, Stop, Tasks, Urgency,
+    self, BoxError, CancellationToken, Ended, QUIT, Stop, StopAccepting, Tasks, Urgency,
     with_causes,
 };
 use crate::scrape::Scrape;
@@ -140,7 +140,7 @@ struct Agent {
     ports: Ports,
     metrics: Registry,
     tasks: Tasks,
-    listener_handover: ListenerHandover,
+    stop_accepting: StopAccepting,
     shutdown: CancellationToken,
 }
 
@@ -173,7 +173,7 @@ impl Agent {
             ports,
             metrics: Registry::default(),
             tasks: Tasks::default(),
-            listener_handover: ListenerHandover::default(),
+            stop_accepting: StopAccepting::default(),
             shutdown: CancellationToken::new(),
         };
 
@@ -250,10 +250,9 @@ impl Agent {
                 ]),
             };
 
-            let (listener_handover, shutdown) =
-                (agent.listener_handover.clone(), agent.shutdown.clone());
+            let (stop_accepting, shutdown) = (agent.stop_accepting.clone(), agent.shutdown.clone());
             let listener = agent.ports.clone().status(config.port);
-            let serving = status::new(config, listener, sources, listener_handover, shutdown)?;
+            let serving = status::new(config, listener, sources, stop_accepting, shutdown)?;
             agent.spawn("status port", serving);
         }
         Ok(agent)
@@ -298,7 +297,7 @@ impl Agent {
             envoy: envoy.clone(),
             program: config.command.binary.clone(),
             ports: self.ports.clone(),
-            listener_handover: self.listener_handover.clone(),
+            stop_accepting: self.stop_accepting.clone(),
             stop: stop.clone(),
             results: self.metrics.counters(
                 "istio_agent_handovers_total",
@@ -445,7 +444,7 @@ impl Agent {
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         // Boxed, because a future is about twice as large as the future that it awaits.
         let task = Box::pin(task);
-        let (handover, shutdown) = (self.listener_handover.clone(), self.shutdown.clone());
+        let (handover, shutdown) = (self.stop_accepting.clone(), self.shutdown.clone());
         self.tasks.spawn(name, async move {
             task.await;
             if handover.has_begun() {
@@ -456,16 +455,16 @@ impl Agent {
     }
 
     /// Spawns a task that does not end by itself. It is dropped once another agent serves.
-    fn spawn_until_handover(
+    fn spawn_while_accepting(
         &mut self,
         name: &'static str,
         task: impl Future<Output = ()> + Send + 'static,
     ) {
-        let (listener_handover, task) = (self.listener_handover.clone(), Box::pin(task));
+        let (stop_accepting, task) = (self.stop_accepting.clone(), Box::pin(task));
         self.spawn_until_shutdown(name, async move {
             tokio::select! {
                 () = task => {}
-                () = listener_handover.wait_for_begin() => std::future::pending().await,
+                () = stop_accepting.wait_for_begin() => std::future::pending().await,
             }
         });
     }

@@ -42,7 +42,7 @@ impl Agent {
         let secrets = signs.then(|| self.renewal(istiod));
         if serves_workload && let Some(config) = self.config.secrets.output.clone() {
             let writing = output::run(config, secrets.clone(), files.clone());
-            self.spawn_until_handover("certificate output", writing);
+            self.spawn_while_accepting("certificate output", writing);
         }
         let wants_roots = serves_workload && self.config.secrets.mesh_roots;
         let pcds = wants_roots.then(|| Pcds { secrets: secrets.clone(), files: files.clone() });
@@ -71,7 +71,7 @@ impl Agent {
         let authority = IstioCa::new(authority, config.cert_signer, SIGNING_LIMIT);
         let (secrets, renewal) =
             secrets::new(config.renewal, authority, Clock::system(), &self.metrics);
-        self.spawn_until_handover("certificate renewal", renewal);
+        self.spawn_while_accepting("certificate renewal", renewal);
         secrets
     }
 

@@ -84,13 +84,13 @@ impl Loader<'_> {
 
     /// Configures hot restarts; None if there are none.
     fn hot_restart(&mut self) -> Option<hot_restart::Limits> {
-        let has_standby = !self.get(&variables::ISTIO_AGENT_STANDBY).is_empty();
-        if !has_standby && !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
+        let is_pair = !self.get(&variables::ISTIO_AGENT_STANDBY).is_empty();
+        if !is_pair && !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
             return None;
         }
         let variable = &variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME;
         let wanted =
-            if has_standby && !self.env.is_set(variable) { HANDOVER } else { self.get(variable) };
+            if is_pair && !self.env.is_set(variable) { HANDOVER } else { self.get(variable) };
         let drain = self.proxy_config.drain_time();
         let min = drain.saturating_add(Duration::from_secs(1));
         let expected = "more than the drain duration";

@@ -27,7 +27,7 @@ use tokio::sync::{Mutex, watch};
 
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
-use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover};
+use crate::runtime::lifecycle::{BoxError, CancellationToken, StopAccepting};
 pub use answer::Policy;
 use metrics::Metrics;
 use name_table::NameTable;
@@ -94,7 +94,7 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
     sockets: S,
     forwarder: F,
     registry: &Registry,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
     shutdown: CancellationToken,
 ) -> (Dns, impl Future<Output = Result<(), BoxError>> + Send + use<F, S>) {
     let dns = Dns::new(config.search_domains, registry);
@@ -106,7 +106,7 @@ pub fn new<F: Forward, S: Future<Output = io::Result<Vec<Bound>>> + Send>(
         let local: Result<_, _> = bound.iter().map(|(udp, _)| udp.local_addr()).collect();
         // This future alone sets the addresses, and runs once.
         let _ = shared.dns.addresses.set(local?);
-        server::serve(bound, Arc::new(shared), handover, shutdown).await
+        server::serve(bound, Arc::new(shared), stop_accepting, shutdown).await
     };
     (dns, serving)
 }

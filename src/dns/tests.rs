@@ -37,7 +37,7 @@ impl Forward for Resolver {
 struct Server {
     dns: Dns,
     tasks: Tasks,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
     shutdown: CancellationToken,
     registry: Registry,
     /// Duplicates of the server's sockets, for an agent that takes over.
@@ -89,13 +89,14 @@ fn unserved() -> (Server, impl Future<Output = Result<(), BoxError>> + Send) {
     let bound = bound.take(9).flatten().next().expect("bound");
     let addresses = bound.iter().map(|(udp, _)| udp.local_addr());
     let addresses: Result<_, _> = addresses.collect();
-    let handover = ListenerHandover::default();
+    let stop_accepting = StopAccepting::default();
     let duplicates = bound.iter().map(|(udp, tcp)| Ok((udp.try_clone()?, tcp.try_clone()?)));
     let duplicates = duplicates.collect::<io::Result<_>>().expect("duplicates");
-    let (dns, serving) = serving(config(), bound, &registry, &handover, &shutdown);
+    let (dns, serving) = serving(config(), bound, &registry, &stop_accepting, &shutdown);
     // Set here, because tests use the addresses before the future has set them.
     dns.addresses.set(addresses.expect("addresses")).expect("unset");
-    let server = Server { dns, tasks: Tasks::default(), handover, shutdown, registry, duplicates };
+    let server =
+        Server { dns, tasks: Tasks::default(), stop_accepting, shutdown, registry, duplicates };
     (server, serving)
 }
 
@@ -104,12 +105,12 @@ fn serving(
     config: Config,
     bound: Vec<Bound>,
     registry: &Registry,
-    handover: &ListenerHandover,
+    stop_accepting: &StopAccepting,
     shutdown: &CancellationToken,
 ) -> (Dns, impl Future<Output = Result<(), BoxError>> + Send + use<>) {
     let sockets = std::future::ready(Ok(bound));
-    let (handover, shutdown) = (handover.clone(), shutdown.clone());
-    new(config, sockets, Resolver, registry, handover, shutdown)
+    let (stop_accepting, shutdown) = (stop_accepting.clone(), shutdown.clone());
+    new(config, sockets, Resolver, registry, stop_accepting, shutdown)
 }
 
 async fn with_table() -> Server {
@@ -322,7 +323,7 @@ async fn another_agent_takes_over_the_dns_sockets_without_losing_a_query() {
     let mut tcp = former.tcp().await;
     send(&mut tcp, &query("other.com", 1, None)).await;
     receive(&mut tcp).await;
-    former.handover.begin().await;
+    former.stop_accepting.begin().await;
     // The former agent still answers its forwarded query and serves its connection. The new query stays in
     // the socket until the other agent serves.
     let later = former.udp().await;
@@ -330,14 +331,14 @@ async fn another_agent_takes_over_the_dns_sockets_without_losing_a_query() {
     assert_eq!(decode(&next(&udp).await).answers.len(), 1);
     send(&mut tcp, &query("other.com", 1, None)).await;
     receive(&mut tcp).await;
-    let (handover, shutdown) = (ListenerHandover::default(), CancellationToken::new());
+    let (stop_accepting, shutdown) = (StopAccepting::default(), CancellationToken::new());
     let config = Config {
         addresses: Vec::new(),
         search_domains: domains(),
         policy: Policy { ttl: 30, forward_before_first_table: true },
     };
     let bound = std::mem::take(&mut former.duplicates);
-    let (_dns, serving) = serving(config, bound, &former.registry, &handover, &shutdown);
+    let (_dns, serving) = serving(config, bound, &former.registry, &stop_accepting, &shutdown);
     former.tasks.spawn("the other agent", serving);
     assert_eq!(decode(&next(&later).await).answers.len(), 1);
     let mut new = former.tcp().await;

@@ -214,7 +214,7 @@ impl Supervisor {
                         return Ok(Some(Event::DrainOrdered));
                     }
                     Order::Lend(answer) => {
-                        // It fails only if the handover's task has been dropped, when the agent ends.
+                        // It fails only if the task that waits for it has been dropped, when the agent ends.
                         let _ = answer.send(self.hot_restart.lend());
                         None
                     }

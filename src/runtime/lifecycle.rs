@@ -171,13 +171,13 @@ fn stop_signals() -> SigSet {
 /// Makes listeners stop accepting and finish their connections, because another agent continues with their sockets.
 /// Clones share the state.
 #[derive(Clone, Debug, Default)]
-pub struct ListenerHandover {
+pub struct StopAccepting {
     begun: CancellationToken,
     /// Counts the guards of the listeners that still accept.
     accept_guards: TaskTracker,
 }
 
-impl ListenerHandover {
+impl StopAccepting {
     /// Returns a guard that a listener drops when it has stopped accepting.
     pub fn accept_guard(&self) -> TaskTrackerToken {
         self.accept_guards.token()
@@ -191,7 +191,7 @@ impl ListenerHandover {
         self.begun.is_cancelled()
     }
 
-    /// Begins the handover, and waits until no listener accepts any more.
+    /// Makes all listeners stop, and waits until no listener accepts any more.
     pub async fn begin(&self) {
         self.begun.cancel();
         self.accept_guards.close();

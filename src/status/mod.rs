@@ -58,9 +58,7 @@ use crate::metrics::Registry;
 use crate::probe;
 use crate::problem::{Problem, codes};
 use crate::report::{PodState, Report};
-use crate::runtime::lifecycle::{
-    BoxError, CancellationToken, ListenerHandover, QUIT, Stop, Urgency,
-};
+use crate::runtime::lifecycle::{BoxError, CancellationToken, QUIT, Stop, StopAccepting, Urgency};
 use crate::sds::Rejections;
 use crate::secrets::Secrets;
 use crate::wasm::Wasm;
@@ -151,7 +149,7 @@ pub fn new(
     config: Config,
     listener: impl Future<Output = io::Result<TcpListener>> + Send,
     sources: Sources,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
     stop: CancellationToken,
 ) -> Result<impl Future<Output = ()> + Send, rustls::Error> {
     let router = Arc::new(Router::new(config, sources)?);
@@ -164,7 +162,7 @@ pub fn new(
         let listener = stop.run_until_cancelled(listener).await.transpose();
         match listener.and_then(|it| it.map(tokio::net::TcpListener::from_std).transpose()) {
             Ok(Some(listener)) => tokio::select! {
-                () = server::serve(listener, UNREAD, router, handover, stop.clone()) => {}
+                () = server::serve(listener, UNREAD, router, stop_accepting, stop.clone()) => {}
                 () = watches => {}
             },
             Ok(None) => {}
@@ -289,8 +287,8 @@ impl Router {
             _ => Diagnosis::default(),
         };
         diagnosis.is_held = uri.query() == Some("hold");
-        if let Some(standby) = self.sources.pages.get("/debug/standby") {
-            diagnosis.standby = standby().await;
+        if let Some(pair) = self.sources.pages.get("/debug/standby") {
+            diagnosis.pair = pair().await;
         }
         let sources = self.sources.clone();
         let lock = self.page_lock.clone().lock_owned().await;
@@ -348,7 +346,7 @@ struct Diagnosis {
     report: Report,
     /// The reason why the pod is not ready.
     missing: Option<String>,
-    standby: Value,
+    pair: Value,
     /// True if the page does not reload itself.
     is_held: bool,
 }

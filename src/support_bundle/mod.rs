@@ -226,7 +226,7 @@ impl Bundle {
     }
 
     /// Adds the bootstraps that the agent writes, one for each epoch of Envoy, and the operator's, which may be YAML.
-    /// With a standby, each container has a directory of its own.
+    /// If two containers run the agent, each has a directory of its own.
     async fn bootstraps(&self, config: &ProxyConfig) {
         let directory = PathBuf::from(&config.config_path);
         let root = directory.clone();

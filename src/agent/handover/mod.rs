@@ -24,7 +24,7 @@ use crate::envoy::inspect::{ServingResources, check_takeover};
 use crate::metrics::Counters;
 use crate::net::unix_socket;
 use crate::problem::{Problem, codes};
-use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover, Stop, Urgency};
+use crate::runtime::lifecycle::{BoxError, CancellationToken, Stop, StopAccepting, Urgency};
 use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
 use crate::standby::{Handover, Pair, Waiting, gate, socket};
 use ports::Ports;
@@ -58,7 +58,7 @@ pub(super) struct Holder {
     pub(super) envoy: Envoy,
     pub(super) program: PathBuf,
     pub(super) ports: Ports,
-    pub(super) listener_handover: ListenerHandover,
+    pub(super) stop_accepting: StopAccepting,
     pub(super) stop: Stop,
     pub(super) results: Counters<1>,
 }
@@ -225,7 +225,7 @@ impl Holder {
     async fn pass_on(&self, channel: &mut Channel) -> io::Result<Outcome> {
         let mut descriptors = self.ports.duplicate().await?;
         descriptors.push(self.pair.duplicate_lock()?);
-        self.listener_handover.begin().await;
+        self.stop_accepting.begin().await;
         let outcome = match commit(channel, &descriptors).await {
             Ok(()) => {
                 tracing::info!(

@@ -18,7 +18,7 @@ use super::metrics::Source;
 use super::name_table::NameTable;
 use super::wire::{self, Question};
 use super::{Dns, Forward, Transport};
-use crate::runtime::lifecycle::{BoxError, CancellationToken, ListenerHandover, Tasks};
+use crate::runtime::lifecycle::{BoxError, CancellationToken, StopAccepting, Tasks};
 
 /// Wait after an error of a socket, because missing memory or descriptors stay missing for a while.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -83,20 +83,20 @@ impl<F: Forward> Shared<F> {
     }
 }
 
-/// Serves until `shutdown` or until a socket cannot be used, which also drops running queries. After the
-/// handover has begun, no queries are received over UDP and no connections are accepted; open connections are
+/// Serves until `shutdown` or until a socket cannot be used, which also drops running queries. After
+/// `stop_accepting` has begun, no queries are received over UDP and no connections are accepted; open connections are
 /// served, and running queries are answered.
 pub(super) async fn serve<F: Forward>(
     bound: Vec<Bound>,
     shared: Arc<Shared<F>>,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
     shutdown: CancellationToken,
 ) -> Result<(), BoxError> {
     let mut tasks = Tasks::default();
     for (udp, tcp) in bound {
         let tcp = TcpListener::from_std(tcp)?;
-        tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone(), handover.clone()));
-        tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone(), handover.clone()));
+        tasks.spawn("DNS over UDP", udp::serve(udp, shared.clone(), stop_accepting.clone()));
+        tasks.spawn("DNS over TCP", tcp::serve(tcp, shared.clone(), stop_accepting.clone()));
     }
     tokio::select! {
         // Here and not in the loops, which would poll it with every query.

@@ -15,7 +15,7 @@ use super::{PAUSE, Shared};
 use crate::dns::answer::Action;
 use crate::dns::{Forward, Transport, wire};
 use crate::runtime::clock::after;
-use crate::runtime::lifecycle::{ListenerHandover, Tasks};
+use crate::runtime::lifecycle::{StopAccepting, Tasks};
 
 const MAX_CONNECTIONS: usize = 256;
 /// Time limit for the first query of a connection.
@@ -23,18 +23,18 @@ const FIRST: Duration = Duration::from_secs(2);
 /// Time limit for each further query, and for the client to read an answer.
 const IDLE: Duration = Duration::from_secs(8);
 
-/// Serves as long as it is polled. It stops accepting when the handover begins.
+/// Serves as long as it is polled. It stops accepting when `stop_accepting` begins.
 pub(super) async fn serve<F: Forward>(
     listener: TcpListener,
     shared: Arc<Shared<F>>,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
 ) -> io::Result<()> {
     let mut connections = Tasks::default();
-    // Dropped when this socket stops accepting; the handover waits for that.
-    let mut accept_guard = Some(handover.accept_guard());
+    // Dropped when this socket stops accepting, which `StopAccepting::begin` waits for.
+    let mut accept_guard = Some(stop_accepting.accept_guard());
     loop {
         tokio::select! {
-            () = handover.wait_for_begin(), if accept_guard.is_some() => accept_guard = None,
+            () = stop_accepting.wait_for_begin(), if accept_guard.is_some() => accept_guard = None,
             ended = connections.next_ended() => {
                 if let Err(error) = ended.result {
                     tracing::debug!(target: "dns", "a DNS connection ended: {error}");

@@ -26,7 +26,7 @@ use crate::dns::metrics::Source;
 use crate::dns::name_table::NameTable;
 use crate::dns::wire::OWN_UDP;
 use crate::dns::{Forward, Transport};
-use crate::runtime::lifecycle::ListenerHandover;
+use crate::runtime::lifecycle::StopAccepting;
 
 const MAX_FORWARDED: usize = 1024;
 /// Queries that are answered before other tasks get their turn.
@@ -48,11 +48,11 @@ enum BatchEnd {
 }
 
 /// Serves as long as it is polled, or until the socket cannot be watched. It stops receiving when the
-/// handover begins.
+/// `stop_accepting` begins.
 pub(super) async fn serve<F: Forward>(
     socket: UdpSocket,
     shared: Arc<Shared<F>>,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
 ) -> io::Result<()> {
     let socket = watch(socket)?;
     let mut server = Server {
@@ -63,12 +63,12 @@ pub(super) async fn serve<F: Forward>(
         out: Vec::new(),
     };
     let mut is_failing = false;
-    // Dropped when this socket stops receiving; the handover waits for that.
-    let mut accept_guard = Some(handover.accept_guard());
+    // Dropped when this socket stops receiving, which `StopAccepting::begin` waits for.
+    let mut accept_guard = Some(stop_accepting.accept_guard());
     // Created once, because a new one for each query costs time.
-    let mut handover_begins = pin!(handover.wait_for_begin());
+    let mut accepting_ends = pin!(stop_accepting.wait_for_begin());
     loop {
-        if handover.has_begun() {
+        if stop_accepting.has_begun() {
             accept_guard = None;
         }
         tokio::select! {
@@ -92,8 +92,8 @@ pub(super) async fn serve<F: Forward>(
                 }
                 is_failing = batch.is_err();
             }
-            () = &mut handover_begins, if accept_guard.is_some() => {}
-            // The handover has begun, and all forwarded queries are answered.
+            () = &mut accepting_ends, if accept_guard.is_some() => {}
+            // The socket stops receiving, and all forwarded queries are answered.
             else => pending().await,
         }
     }
@@ -203,7 +203,7 @@ mod tests {
     #[tokio::test]
     async fn a_flood_leaves_other_tasks_their_turn() {
         let (socket, client, shared) = unserved();
-        let mut serving = std::pin::pin!(serve(socket, shared, ListenerHandover::default()));
+        let mut serving = std::pin::pin!(serve(socket, shared, StopAccepting::default()));
         let sent = 2 * BATCH + 1;
         for _ in 0..sent {
             client.send(&query("a", 1, None)).expect("sent");

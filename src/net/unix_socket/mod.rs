@@ -370,7 +370,7 @@ mod tests {
         let path = directory.path().join("socket");
         assert!(!is_link_to_container(&path), "it does not exist");
         for (target, expected) in
-            [("socket-istio-standby", true), ("spire.sock", false), ("/run/spire/socket-a", false)]
+            [("socket-istio-proxy", true), ("spire.sock", false), ("/run/spire/socket-a", false)]
         {
             symlink(target, &path).unwrap();
             assert_eq!(is_link_to_container(&path), expected, "{target}");

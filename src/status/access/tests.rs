@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 
 use super::*;
 use crate::metrics::Registry;
-use crate::runtime::lifecycle::{CancellationToken, ListenerHandover, Stop};
+use crate::runtime::lifecycle::{CancellationToken, Stop, StopAccepting};
 use crate::status::tests::{any_port, config, own_metrics, sources};
 use crate::status::{Probers, Router, server};
 
@@ -42,8 +42,8 @@ fn start(debug: Option<BTreeSet<u32>>, control: Option<BTreeSet<u32>>) -> (u16, 
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let (listener, port) = any_port();
     let mut tasks = JoinSet::new();
-    let (handover, stop) = (ListenerHandover::default(), CancellationToken::new());
-    tasks.spawn(server::serve(listener, server::UNREAD, router, handover, stop));
+    let (stop_accepting, stop) = (StopAccepting::default(), CancellationToken::new());
+    tasks.spawn(server::serve(listener, server::UNREAD, router, stop_accepting, stop));
     (port, tasks)
 }
 

@@ -24,6 +24,8 @@ const CARDS: [(&str, &str, &str, &str); 11] = [
     ("Wasm modules", "/wasm", "wasm", ""),
     ("Recent warnings", "/warnings", "overview", ""),
 ];
+/// The member of the overview for the two containers of a pod.
+pub(super) const PAIR: &str = "standby";
 /// The longest time line, in seconds.
 const MAX_TIME_LINE: f64 = 86_400.0;
 /// The most certificates of a secret that have a bar.

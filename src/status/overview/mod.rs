@@ -42,11 +42,11 @@ pub(super) fn snapshot(sources: &Sources, diagnosis: &Diagnosis) -> Value {
     })
 }
 
-/// Renders the page, which also has the last outages of istiod and the state of the standby.
+/// Renders the page, which also has the last outages of istiod and the pod's two containers.
 pub(super) fn html(sources: &Sources, diagnosis: &Diagnosis) -> String {
     let mut overview = snapshot(sources, diagnosis);
     overview["istiod"]["outages"] = json!(sources.istiod.status().outages);
-    overview["standby"] = diagnosis.standby.clone();
+    overview[cards::PAIR] = diagnosis.pair.clone();
     page::page(&diagnosis.report, &overview, diagnosis.is_held)
 }
 

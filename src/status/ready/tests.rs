@@ -13,7 +13,7 @@ use crate::dns::{self, Dns};
 use crate::envoy::admin::Admin;
 use crate::metrics::Registry;
 use crate::problem::{Problem, codes};
-use crate::runtime::lifecycle::{CancellationToken, ListenerHandover, Stop};
+use crate::runtime::lifecycle::{CancellationToken, Stop, StopAccepting};
 use crate::status::startup::Milestones;
 use tokio::sync::watch;
 
@@ -99,8 +99,8 @@ fn dns() -> Dns {
     };
     let registry = Registry::default();
     let forwarder = dns::forward::Forwarder::new(Default::default(), &registry);
-    let (handover, stop) = (ListenerHandover::default(), CancellationToken::new());
-    dns::new(config, pending(), forwarder, &registry, handover, stop).0
+    let (stop_accepting, stop) = (StopAccepting::default(), CancellationToken::new());
+    dns::new(config, pending(), forwarder, &registry, stop_accepting, stop).0
 }
 
 fn started(epoch: u32, pid: i32) -> Report {

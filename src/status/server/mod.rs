@@ -29,7 +29,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::{Caller, Router, reply};
 use crate::net::port;
 use crate::problem::{Problem, codes};
-use crate::runtime::lifecycle::{CancellationToken, ListenerHandover};
+use crate::runtime::lifecycle::{CancellationToken, StopAccepting};
 
 /// The most connections. The kubelet, Prometheus and Envoy need a handful.
 const MAX_CONNECTIONS: usize = 256;
@@ -71,25 +71,25 @@ fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then finishes running requests. From the handover on, it accepts no connections, and closes
-/// each one after its next response. A client may read nothing for the time `unread`.
+/// Serves until `stop`, then finishes running requests. Once `stop_accepting` has begun, it accepts no connections,
+/// and closes each one after its next response. A client may read nothing for the time `unread`.
 pub(super) async fn serve(
     listener: TcpListener,
     unread: Duration,
     router: Arc<Router>,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
     stop: CancellationToken,
 ) {
     let mut connections = Connections::default();
-    let accept_guard = handover.accept_guard();
+    let accept_guard = stop_accepting.accept_guard();
     loop {
         tokio::select! {
             () = stop.cancelled() => break,
-            () = handover.wait_for_begin() => break,
+            () = stop_accepting.wait_for_begin() => break,
             accepted = listener.accept() => match accepted {
                 Ok((stream, from)) => {
                     set_options(&stream, unread);
-                    connections.accept(stream, from, &router, (&handover, &stop));
+                    connections.accept(stream, from, &router, (&stop_accepting, &stop));
                 }
                 Err(error) => {
                     // Most likely the file descriptors are used up, so it closes one of its own.
@@ -141,13 +141,13 @@ impl Connections {
         stream: TcpStream,
         from: SocketAddr,
         router: &Arc<Router>,
-        (handover, stop): (&ListenerHandover, &CancellationToken),
+        (stop_accepting, stop): (&StopAccepting, &CancellationToken),
     ) {
         while self.open.len() >= MAX_CONNECTIONS {
             self.close_most_idle();
         }
         let activity = Arc::new(Mutex::new((Phase::BeforeFirstRequest, Instant::now())));
-        let ends = (handover.clone(), stop.clone());
+        let ends = (stop_accepting.clone(), stop.clone());
         let task = serve_connection(stream, from, router.clone(), activity.clone(), ends);
         let handle = self.tasks.spawn(task);
         self.open.insert(handle.id(), (activity, handle));
@@ -170,7 +170,7 @@ async fn serve_connection(
     from: SocketAddr,
     router: Arc<Router>,
     activity: Activity,
-    (handover, stop): (ListenerHandover, CancellationToken),
+    (stop_accepting, stop): (StopAccepting, CancellationToken),
 ) {
     let caller = Caller::new(&stream, from);
     // Boxed, the future of a response takes no memory in a connection without a request.

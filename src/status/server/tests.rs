@@ -13,7 +13,7 @@ const READY: &[u8] = b"GET /healthz/ready HTTP/1.1\r\nhost: x\r\n\r\n";
 
 struct Port {
     address: SocketAddr,
-    handover: ListenerHandover,
+    stop_accepting: StopAccepting,
     stop: CancellationToken,
     tasks: JoinSet<()>,
 }
@@ -30,9 +30,9 @@ fn port_with(scrape: Scrape, metrics: Registry) -> Port {
     let router = Arc::new(Router::new(config, sources).expect("a router"));
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
-    let handover = ListenerHandover::default();
-    tasks.spawn(serve(listener, UNREAD_LIMIT, router, handover.clone(), stop.clone()));
-    Port { address: (Ipv4Addr::LOCALHOST, port).into(), handover, stop, tasks }
+    let stop_accepting = StopAccepting::default();
+    tasks.spawn(serve(listener, UNREAD_LIMIT, router, stop_accepting.clone(), stop.clone()));
+    Port { address: (Ipv4Addr::LOCALHOST, port).into(), stop_accepting, stop, tasks }
 }
 
 impl Port {
@@ -202,7 +202,7 @@ async fn a_handed_over_port_answers_one_more_request_on_each_open_connection() {
     let port = port().await;
     let mut streams = [port.connect().await, port.connect().await];
     assert_eq!(send_request(&mut streams[0], READY).await, "HTTP/1.1 200 OK");
-    port.handover.begin().await;
+    port.stop_accepting.begin().await;
     for stream in &mut streams {
         assert_eq!(send_request(stream, READY).await, "HTTP/1.1 200 OK");
         assert_eq!(send_request(stream, READY).await, "");
