@@ -213,20 +213,15 @@ fn envoy_program(record: &Record, own: &Environment) -> PathBuf {
     config::proxy_config(&flags, &environment, ".".as_ref()).binary_path.into()
 }
 
-/// Checks whether an agent with this record and the environment `own` could connect to istiod.
-fn self_check(record: &Record, own: &Environment) -> Result<(), String> {
-    let Some((flags, log)) = recorded_flags(record) else {
-        return Ok(());
-    };
+/// Returns the reason why an agent with this record and the environment `own` could not connect to istiod.
+fn self_check(record: &Record, own: &Environment) -> Option<String> {
+    let (flags, log) = recorded_flags(record)?;
     let environment = record.environment(own).into_iter().collect();
     let problem = match config::load(&flags, &log, &environment, ".".as_ref()) {
         Ok(config) => config.istiod.credentials_problem(),
         Err(problems) => problems.into_iter().next(),
-    };
-    match problem {
-        Some(problem) => Err(format!("{}: {}", problem.subject, problem.found)),
-        None => Ok(()),
-    }
+    }?;
+    Some(format!("{}: {}", problem.subject, problem.found))
 }
 
 /// Runs a future on this thread, because the parent-death signal ends Envoy with the thread that started it.

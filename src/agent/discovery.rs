@@ -21,9 +21,7 @@ impl Agent {
         envoy: Option<&Envoy>,
         stop: &Stop,
     ) -> Result<Option<Health>, rustls::Error> {
-        let Some(config) = self.config.health.clone() else {
-            return Ok(None);
-        };
+        let Some(config) = self.config.health.clone() else { return Ok(None) };
         let envoy = envoy.map(Envoy::report);
         let (health, checks) = health::new(config, envoy, stop.requested(), &self.metrics)?;
         self.spawn_until_shutdown("health checks", checks);
@@ -45,8 +43,8 @@ impl Agent {
             );
         }
         let ledger = envoy.zip(configured).map(|(envoy, config)| {
-            let (admin, shutdown) = (Some(envoy.admin()), self.shutdown.clone());
-            let (ledger, writing) = Ledger::new(config, admin, &self.metrics, shutdown);
+            let (ledger, writing) =
+                Ledger::new(config, Some(envoy.admin()), &self.metrics, self.shutdown.clone());
             self.spawn("stored configuration", writing);
             self.ledger.get_or_init(|| ledger).clone()
         });
@@ -60,13 +58,12 @@ impl Agent {
             None => istiod.clone(),
         };
         let envoy = envoy.cloned();
-        let is_own_envoy = move |pid| envoy.as_ref().is_some_and(|envoy| envoy.has_started(pid));
         let config = server::Config {
             max_request_bytes: self.config.max_request_bytes,
             cluster_id: self.config.cluster_id.clone(),
             ledger,
             upstream: Upstream { envoy: istiod.clone(), other_clients },
-            is_own_envoy: Arc::new(is_own_envoy),
+            is_own_envoy: Arc::new(move |pid| envoy.as_ref().is_some_and(|it| it.has_started(pid))),
             interceptors,
             health: health.map(Health::verdict),
             shutdown: self.shutdown.clone(),

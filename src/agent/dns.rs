@@ -12,9 +12,7 @@ use crate::runtime::lifecycle::BoxError;
 impl Agent {
     /// Answers DNS on its own thread, so that no other work delays an answer.
     pub(super) fn dns(&mut self) -> Result<Option<(Dns, Forwarder)>, BoxError> {
-        let Some(config) = self.config.dns.clone() else {
-            return Ok(None);
-        };
+        let Some(config) = self.config.dns.clone() else { return Ok(None) };
         let forwarder = Forwarder::new(config.forwarder, &self.metrics);
         let (dns, serving) = dns::new(
             config.server,
@@ -29,14 +27,15 @@ impl Agent {
             |error: io::Error| format!("cannot start the thread of the DNS server: {error}");
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-        let serve = move || {
-            // The receiver is dropped if the shutdown took too long.
-            let _ = done.send(runtime.block_on(serving));
-            runtime.shutdown_background();
-        };
         let thread = std::thread::Builder::new().name("dns".to_owned());
         // The channel reports the end of the thread; a panic closes the channel.
-        thread.spawn(serve).map_err(failed)?;
+        thread
+            .spawn(move || {
+                // The receiver is dropped if the shutdown took too long.
+                let _ = done.send(runtime.block_on(serving));
+                runtime.shutdown_background();
+            })
+            .map_err(failed)?;
         self.tasks.spawn("DNS server", async move { ended.await? });
         Ok(Some((dns, forwarder)))
     }

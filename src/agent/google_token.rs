@@ -54,8 +54,7 @@ async fn refresh(
         return Err(Problem::new(code, subject, found));
     };
     replace_file(&config.path, token.as_bytes(), 0o640).map_err(|error| {
-        let subject = "Encountered error when writing vm identity token";
-        Problem::new(code, subject, error)
+        Problem::new(code, "Encountered error when writing vm identity token", error)
     })?;
     let claims = token::claims(token.as_bytes());
     let expiry = claims.and_then(|claims| claims.expiry());

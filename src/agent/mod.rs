@@ -12,6 +12,7 @@ mod google_token;
 mod handover;
 mod interceptors;
 mod process;
+mod reload;
 mod sds_socket;
 mod secrets;
 mod status_pages;
@@ -51,9 +52,9 @@ use crate::wasm::Wasm;
 use crate::xds::ledger::Ledger;
 use crate::{doctor, scope, sds, standby, status};
 use handover::ports::Ports;
-use handover::reload::Inputs;
-pub use handover::reload::Settings;
 use handover::{Holder, Successor};
+use reload::Inputs;
+pub use reload::Settings;
 use sds_socket::Detected;
 
 /// The time limit for the exit of an Envoy whose agent was killed. An Envoy that was taking over waits 10 s for an
@@ -158,13 +159,14 @@ impl Agent {
     ) -> Result<Self, BoxError> {
         // The agent without its modules.
         let serves_workload = detected.serves_workload;
-        let metadata = &config.bootstrap.node.metadata;
-        let version = metadata.get("ISTIO_VERSION").and_then(Value::as_str);
+        let version = config.bootstrap.node.metadata.get("ISTIO_VERSION").and_then(Value::as_str);
         let istio_version = version.unwrap_or_default().to_owned();
-        let runs_envoy = config.envoy.is_some();
-        let inputs = runs_envoy.then(|| Inputs::new(config.clone(), settings.load, detected));
+        let mut inputs = None;
+        if config.envoy.is_some() {
+            inputs = Some(Arc::new(Inputs::new(config.clone(), settings.load, detected)));
+        }
         let mut agent = Self {
-            inputs: inputs.map(Arc::new),
+            inputs,
             config,
             supervisor: None,
             ledger: Arc::default(),
@@ -231,7 +233,7 @@ impl Agent {
                 istio_version,
                 milestones,
                 stop: stop.clone(),
-                hand_over: status_pages::hand_over(agent.pair.clone()),
+                hand_over: handover::on_request(agent.pair.clone()),
                 envoy,
                 istiod,
                 secrets,
@@ -246,12 +248,13 @@ impl Agent {
                 pages: BTreeMap::from([
                     ("/debug/scope", status_pages::scope(scope)),
                     ("/debug/config", status_pages::config(settings.report)),
-                    ("/debug/standby", status_pages::pair(agent.pair.clone())),
+                    ("/debug/standby", handover::page(agent.pair.clone())),
                 ]),
             };
 
-            let (stop_accepting, shutdown) = (agent.stop_accepting.clone(), agent.shutdown.clone());
             let listener = agent.ports.clone().status(config.port);
+            let stop_accepting = agent.stop_accepting.clone();
+            let shutdown = agent.shutdown.clone();
             let serving = status::new(config, listener, sources, stop_accepting, shutdown)?;
             agent.spawn("status port", serving);
         }
@@ -306,7 +309,7 @@ impl Agent {
             ),
         };
         if !holder.pair.has_lock() {
-            let (gate, shutdown) = (CancellationToken::new(), self.shutdown.clone());
+            let gate = CancellationToken::new();
             let listener =
                 unix_socket::bind(&handover::gate_socket(&self.config))?.for_own_user()?;
             self.successor = Some(Successor {
@@ -315,7 +318,7 @@ impl Agent {
                 config: self.config.clone(),
                 gate: gate.clone(),
             });
-            self.spawn("gate", gate::serve(listener, gate, shutdown));
+            self.spawn("gate", gate::serve(listener, gate, self.shutdown.clone()));
         }
         self.spawn_until_shutdown("handover", holder.serve());
         Ok(())
@@ -363,7 +366,8 @@ impl Agent {
     /// Runs until Envoy has exited. Also returns the pair if this process is to wait as standby again.
     async fn run(mut self, stop: Stop) -> (Result<ExitCode, BoxError>, Option<Pair>) {
         let mut tasks = std::mem::take(&mut self.tasks);
-        let (shutdown, pair) = (self.shutdown.clone(), self.pair.clone());
+        let shutdown = self.shutdown.clone();
+        let pair = self.pair.clone();
         let mut envoy = pin!(self.run_envoy(stop.clone()));
         let mut broken = None;
         let mut result = loop {
@@ -388,9 +392,10 @@ impl Agent {
             tracing::warn!("{aborted} tasks did not end within {STOP_LIMIT:?} and were aborted");
         }
         let cause = stop.requested().borrow().cause;
-        let is_told_to_stop = cause.is_some_and(|cause| cause != handover::FAILED);
-        let waits = |pair: &Pair| !pair.has_lock() && !is_told_to_stop;
-        (result, pair.filter(waits))
+        if cause.is_some_and(|cause| cause != handover::FAILED) {
+            return (result, None);
+        }
+        (result, pair.filter(|pair| !pair.has_lock()))
     }
 
     /// Asks the cloud's metadata service for the platform, and runs Envoy. Without Envoy, waits for a stop request.
@@ -409,8 +414,7 @@ impl Agent {
         };
         inputs.set_platform(config.bootstrap.node.platform.clone());
         if let Some(user) = config.envoy.as_ref().and_then(|envoy| envoy.command.user) {
-            let directories = [config.xds_socket.parent(), config.sds_socket.parent()];
-            envoy_user::admit(user, &directories);
+            envoy_user::admit(user, &[config.xds_socket.parent(), config.sds_socket.parent()]);
         }
         let exit = match self.successor {
             Some(successor) => successor.run(supervisor).await?,
@@ -427,13 +431,12 @@ impl Agent {
         let (code, is_final) = match exit {
             Exit::Requested => {
                 tracing::info!("Agent has successfully terminated");
-                let is_quit = stop.requested().borrow().cause == Some(QUIT);
-                (ExitCode::Success, is_quit)
+                (ExitCode::Success, stop.requested().borrow().cause == Some(QUIT))
             }
             Exit::Superseded => (ExitCode::Success, false),
             Exit::ByItself(ended) => (ExitCode::Envoy(ended.code()), ended.code() == 0),
         };
-        if let Some(pair) = self.pair.filter(|_| is_final) {
+        if is_final && let Some(pair) = self.pair {
             pair.record_end();
         }
         Ok(code)
@@ -444,10 +447,11 @@ impl Agent {
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         // Boxed, because a future is about twice as large as the future that it awaits.
         let task = Box::pin(task);
-        let (handover, shutdown) = (self.stop_accepting.clone(), self.shutdown.clone());
+        let stop_accepting = self.stop_accepting.clone();
+        let shutdown = self.shutdown.clone();
         self.tasks.spawn(name, async move {
             task.await;
-            if handover.has_begun() {
+            if stop_accepting.has_begun() {
                 shutdown.cancelled().await;
             }
             Ok::<(), BoxError>(())
@@ -460,7 +464,8 @@ impl Agent {
         name: &'static str,
         task: impl Future<Output = ()> + Send + 'static,
     ) {
-        let (stop_accepting, task) = (self.stop_accepting.clone(), Box::pin(task));
+        let stop_accepting = self.stop_accepting.clone();
+        let task = Box::pin(task);
         self.spawn_until_shutdown(name, async move {
             tokio::select! {
                 () = task => {}
@@ -475,8 +480,7 @@ impl Agent {
         name: &'static str,
         task: impl Future<Output = ()> + Send + 'static,
     ) {
-        let task = Box::pin(task);
-        let until_shutdown = self.shutdown.clone().run_until_cancelled_owned(task);
+        let until_shutdown = self.shutdown.clone().run_until_cancelled_owned(Box::pin(task));
         self.spawn(name, until_shutdown.map(drop));
     }
 }
@@ -494,8 +498,9 @@ async fn until_free(address: &Address) {
 
 /// Returns the problem of a task that ended by itself.
 fn unexpected_end(ended: Ended) -> Problem {
-    let error = ended.result.err();
-    let why = error.map(|error| format!(": {}", with_causes(error.as_ref())));
-    let found = format!("exited unexpectedly{}", why.unwrap_or_default());
+    let found = match ended.result {
+        Ok(()) => "exited unexpectedly".to_owned(),
+        Err(error) => format!("exited unexpectedly: {}", with_causes(error.as_ref())),
+    };
     Problem::new(codes::TASK_EXITED, format!("task {}", ended.name), found)
 }

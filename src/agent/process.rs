@@ -10,9 +10,7 @@ impl Agent {
     /// Reports to systemd when the pod is ready. Without a status port, which checks readiness, reports as soon as
     /// Envoy and applications can connect.
     pub(super) fn report_to_systemd(&mut self, milestones: &Milestones, stop: &Stop) {
-        let Some(systemd) = self.config.systemd.clone() else {
-            return;
-        };
+        let Some(systemd) = self.config.systemd.clone() else { return };
         let milestone = match self.config.status {
             Some(_) => READY,
             None => SOCKETS_BOUND,
@@ -20,8 +18,7 @@ impl Agent {
         let milestones = milestones.clone();
         let stop = stop.clone();
         let report = async move {
-            let ready = milestones.wait_for(milestone);
-            systemd.report(ready, stop.first_request()).await;
+            systemd.report(milestones.wait_for(milestone), stop.first_request()).await;
         };
         self.spawn_until_shutdown("reports to systemd", report);
     }
@@ -29,8 +26,7 @@ impl Agent {
 
 /// Disables core dumps of the agent, whose memory contains private keys. Envoy, a new program, may dump core.
 pub(super) fn disable_core_dumps() {
-    let disabled = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-    if let Err(error) = disabled {
+    if let Err(error) = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable) {
         tracing::warn!("cannot disable core dumps; they would contain private keys: {error}");
     }
 }

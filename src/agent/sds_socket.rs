@@ -36,11 +36,11 @@ impl Detected {
         if self.serves_workload {
             return unix_socket::bind(&config.bootstrap.sds_socket).map(Some);
         }
-        let bound = unix_socket::bind(&config.bootstrap.files_socket);
-        Ok(bound
+        Ok(unix_socket::bind(&config.bootstrap.files_socket)
             .inspect_err(|error| {
-                let (code, subject) = (codes::SDS_SOCKET_UNUSABLE, "socket for secrets from files");
-                tracing::warn!("{}", Problem::new(code, subject, &error.found));
+                let subject = "socket for secrets from files";
+                let problem = Problem::new(codes::SDS_SOCKET_UNUSABLE, subject, &error.found);
+                tracing::warn!("{problem}");
                 self.metadata.retain(|name| *name != FILES);
             })
             .ok())
@@ -52,8 +52,7 @@ impl Detected {
             sds_socket.clone_into(&mut bootstrap.sds_socket);
         }
         for name in &self.metadata {
-            let metadata = &mut bootstrap.node.metadata;
-            metadata.insert((*name).to_owned(), "true".into());
+            bootstrap.node.metadata.insert((*name).to_owned(), "true".into());
         }
     }
 }
@@ -111,9 +110,9 @@ async fn probe_or_remove(socket: &Path, removes_dead: bool) -> Result<bool, Prob
     };
     tracing::debug!("SDS socket {} is dead, removing it: {problem}", socket.display());
     if_exists(std::fs::remove_file(socket)).map_err(|error| {
-        let (subject, path) = ("failed to check SDS socket", socket.display());
+        let path = socket.display();
         let found = format!("existing SDS socket could not be removed: {path}: {error}");
-        Problem::new(codes::SDS_SOCKET_STALE, subject, found)
+        Problem::new(codes::SDS_SOCKET_STALE, "failed to check SDS socket", found)
     })?;
     Ok(false)
 }

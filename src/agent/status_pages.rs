@@ -1,4 +1,4 @@
-//! Builds the functions that serve the doctor's report, handovers, and the debug pages of the status port.
+//! Builds the functions that serve the doctor's report and the debug pages of the status port.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,21 +7,21 @@ use serde_json::json;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use super::handover::reload;
+use super::reload;
 use crate::config::Config;
 use crate::doctor::{self, Running};
 use crate::report::Report;
 use crate::runtime::lifecycle::with_causes;
 use crate::scope;
-use crate::standby::Pair;
-use crate::status::{Doctor, HandOver, Page};
+use crate::status::{Doctor, Page};
 
 /// Makes one doctor's report at a time. Requests that wait meanwhile get the same report, so none waits for two.
 pub(super) fn doctor(config: Config, running: Running) -> Doctor {
     let subject = Arc::new((Ok(config), running));
     let last = Arc::new(Mutex::new(None));
     Arc::new(move |age: Duration| {
-        let (subject, last) = (subject.clone(), last.clone());
+        let subject = subject.clone();
+        let last = last.clone();
         let asked = Instant::now();
         Box::pin(async move {
             let mut last = last.lock().await;
@@ -46,22 +46,6 @@ pub(super) fn config(report: reload::EffectiveConfig) -> Page {
             let reported = tokio::task::spawn_blocking(move || report()).await;
             reported.unwrap_or_else(|panic| json!(panic.to_string()))
         })
-    })
-}
-
-/// Requests that the standby takes over.
-pub(super) fn hand_over(pair: Option<Pair>) -> HandOver {
-    Arc::new(move || {
-        let pair = pair.as_ref().ok_or("this pod has no standby")?;
-        pair.request_handover().ok_or("no standby is connected")
-    })
-}
-
-/// Shows which of the two containers serves.
-pub(super) fn pair(pair: Option<Pair>) -> Page {
-    Arc::new(move || {
-        let state = pair.as_ref().map(Pair::state);
-        Box::pin(async move { json!(state) })
     })
 }
 

@@ -147,10 +147,10 @@ fn drained(counters: &str, state: &str, report: &Report) -> Option<Problem> {
 fn taken_by_successor(running: &Running) -> Option<Check> {
     let last = running.envoy.as_ref()?.snapshot().last_restart;
     let last = last.filter(|it| (it.method, it.outcome) == (Some(Method::Hot), Outcome::Failed));
-    let handover = running.pair.as_ref().and_then(|pair| pair.state().last?.failed);
-    match (handover, last.and_then(|restart| restart.problem)) {
+    let taken = running.pair.as_ref().and_then(|pair| pair.why_admin_is_closed());
+    match (taken, last.and_then(|restart| restart.problem)) {
         // Another check reports why.
-        (Some(_), _) => Some(Check::skipped(ADMIN, "closed for the Envoy of the failed handover")),
+        (Some(why), _) => Some(Check::skipped(ADMIN, why)),
         (None, Some(why)) => {
             let problem = Problem::new(codes::HOT_RESTART_FAILED, ADMIN, format!("closed: {why}"));
             Some(Check::with_level(Level::Warning, &problem))

@@ -16,7 +16,6 @@ mod probes;
 mod resources;
 mod secrets;
 mod sockets;
-mod standby;
 mod stored;
 mod token;
 
@@ -99,7 +98,7 @@ pub async fn report(
             group("DNS", dns::checks(subject)),
             group("probes", probes::checks(subject)),
             group("next container", stored::checks(subject)),
-            group("standby", async { standby::checks(subject) }),
+            group("standby", async { other_container(subject.running).into_iter().collect() }),
         ))
     });
     report.groups.extend([token, istiod].into_iter().chain(others));
@@ -165,6 +164,12 @@ pub fn used_up_ports(error: &http_client::Error) -> Option<Problem> {
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
     let made = tokio::time::timeout(LIMIT, checks).await;
     Group::new(name, made.unwrap_or_else(|_| vec![late(name, unfinished(LIMIT))]))
+}
+
+/// Checks that the other container of the pod, if there is one, is able to take over.
+fn other_container(running: Option<&Running>) -> Option<Check> {
+    let Running { pair, envoy, .. } = running?;
+    Some(pair.as_ref()?.check(envoy.as_ref()))
 }
 
 fn checked(name: impl ToString, found: Result<impl ToString, Problem>) -> Check {

@@ -85,10 +85,10 @@ impl Hello {
         if let Some(Err(why)) = &self.self_check {
             return Some(why.clone());
         }
-        let (found, expected) = (&self.hot_restart_version, &serving.hot_restart_version);
+        let found = &self.hot_restart_version;
+        let expected = &serving.hot_restart_version;
         // A version begins with a digit, the reason why there is none does not.
-        let is_known = |version: &str| version.starts_with(|c: char| c.is_ascii_digit());
-        if !is_known(found) {
+        if !found.starts_with(|c: char| c.is_ascii_digit()) {
             return Some(format!("the hot restart version of its Envoy is unknown ({found})"));
         } else if found != expected {
             return Some(format!(
@@ -122,7 +122,8 @@ impl Channel {
 
     /// Fails unless the process at the other end runs as this user.
     fn new(stream: UnixStream, max_descriptors: usize) -> io::Result<Self> {
-        let (peer, own) = (stream.peer_cred()?.uid(), rustix::process::geteuid());
+        let peer = stream.peer_cred()?.uid();
+        let own = rustix::process::geteuid();
         if peer != own.as_raw() {
             let found = format!("the other process runs as user {peer}, expected {own:?}");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, found));
@@ -155,17 +156,8 @@ impl Channel {
         let mut unsent = line.as_slice();
         let mut fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
         while !unsent.is_empty() {
-            let send = || {
-                let mut space =
-                    [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-                let mut control = SendAncillaryBuffer::new(&mut space);
-                if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-                    return Err(io::Error::other("too many descriptors"));
-                }
-                let (chunk, flags) = ([IoSlice::new(unsent)], SendFlags::NOSIGNAL);
-                Ok(sendmsg(&self.stream, &chunk, &mut control, flags)?)
-            };
-            let sent = self.stream.async_io(Interest::WRITABLE, send).await?;
+            let stream = &self.stream;
+            let sent = stream.async_io(Interest::WRITABLE, || write(stream, unsent, &fds)).await?;
             fds.clear();
             unsent = unsent.get(sent..).unwrap_or_default();
         }
@@ -183,8 +175,7 @@ impl Channel {
                 let found = format!("a message has more than {MAX_MESSAGE} bytes");
                 return Err(io::Error::new(io::ErrorKind::InvalidData, found));
             }
-            let (stream, received) = (&self.stream, &mut self.received);
-            let descriptors = &mut self.descriptors;
+            let Self { stream, received, descriptors, .. } = self;
             let length =
                 stream.async_io(Interest::READABLE, || read(stream, received, descriptors)).await?;
             if self.descriptors.len() > self.max_descriptors {
@@ -209,6 +200,16 @@ impl Channel {
     pub fn take_descriptors(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.descriptors)
     }
+}
+
+/// Sends bytes and descriptors. Returns the number of bytes that were sent.
+fn write(stream: &UnixStream, unsent: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::other("too many descriptors"));
+    }
+    Ok(sendmsg(stream, &[IoSlice::new(unsent)], &mut control, SendFlags::NOSIGNAL)?)
 }
 
 /// Reads a chunk and its descriptors. Returns the number of bytes.

@@ -35,8 +35,7 @@ const FILTER: &str = "type.googleapis.com/envoy.extensions.filters.network.echo.
 
 /// Serves the extension from when `open` is cancelled, until `shutdown`.
 pub async fn serve(listener: Listener, open: CancellationToken, shutdown: CancellationToken) {
-    let server = ExtensionConfigDiscoveryServiceServer::new(Gate(open));
-    let service = TowerToHyperService::new(server);
+    let service = TowerToHyperService::new(ExtensionConfigDiscoveryServiceServer::new(Gate(open)));
     listener.serve(service, shutdown).await;
 }
 
@@ -98,8 +97,7 @@ impl ExtensionConfigDiscoveryService for Gate {
         });
         // The stream ends only when Envoy ends it, because Envoy would open another one.
         let acknowledgments = requests.into_inner().filter_map(async |_| None);
-        let responses = stream::select(extension, acknowledgments);
-        Ok(Response::new(Box::pin(responses)))
+        Ok(Response::new(Box::pin(stream::select(extension, acknowledgments))))
     }
 
     async fn delta_extension_configs(

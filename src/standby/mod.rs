@@ -11,6 +11,7 @@
 //! [recorded]: record::Record
 
 pub mod channel;
+mod check;
 pub mod exec;
 pub mod gate;
 pub mod record;
@@ -128,9 +129,9 @@ impl Pair {
     fn open(environment: &Environment) -> Result<Self, Problem> {
         let name = environment.get(&ISTIO_AGENT_STANDBY);
         if !is_name(&name) {
-            let (code, subject) = (codes::SETTING_INVALID, ISTIO_AGENT_STANDBY.row.name);
-            let problem = Problem::value(code, subject, &name, "the name of the container");
-            return Err(problem);
+            let code = codes::SETTING_INVALID;
+            let subject = ISTIO_AGENT_STANDBY.row.name;
+            return Err(Problem::value(code, subject, &name, "the name of the container"));
         }
         let parent = Path::new(DIRECTORY);
         let directory = fs::create_dir_all(parent)
@@ -192,8 +193,7 @@ impl Pair {
 
     /// Records the build that this container runs. After an empty one, the next agent of this container takes over.
     fn record_build(&self, build: &str) -> io::Result<()> {
-        let file = build_file(&self.name);
-        self.directory.replace_files(&[(&file, build.as_bytes())], 0o600)
+        self.directory.replace_files(&[(&build_file(&self.name), build.as_bytes())], 0o600)
     }
 
     /// Records that the agent is about to exit and does not need a successor, so that the standby exits as well.
@@ -220,8 +220,7 @@ impl Pair {
     /// one serves or has served last.
     pub fn volume_directories(&self) -> (String, Option<String>) {
         let former = last_serving().filter(|last| *last != self.name);
-        let directory = |container: &str| format!("istio-agent-{container}");
-        (directory(&self.name), former.as_deref().map(directory))
+        (format!("istio-agent-{}", self.name), former.map(|it| format!("istio-agent-{it}")))
     }
 
     /// Listens for connections of the other agent, in place of a former agent.
@@ -291,8 +290,10 @@ pub fn another_serves(environment: &Environment) -> bool {
 
 /// Names the container that serves, for `pilot-agent version`. Returns None if the pod has no standby.
 pub fn version_text(environment: &Environment) -> Option<String> {
-    let is_pair = environment.is_set(&ISTIO_AGENT_STANDBY);
-    let serving = last_serving().filter(|_| is_pair)?;
+    if !environment.is_set(&ISTIO_AGENT_STANDBY) {
+        return None;
+    }
+    let serving = last_serving()?;
     let file = Path::new(DIRECTORY).join(PRIVATE).join(build_file(&serving));
     let build = regular_file::read_text(&file, MAX_BUILD).unwrap_or_default();
     Some(format!("container {serving} serves: {build}"))
@@ -306,8 +307,7 @@ pub fn socket() -> PathBuf {
 /// Opens the file of the lock, without taking the lock. The lock belongs to the open file, which duplicates of the
 /// descriptor in other processes share.
 fn open_lock() -> io::Result<OwnedFd> {
-    let directory = Directory::private(Path::new(DIRECTORY), PRIVATE, false)?;
-    directory.as_fd().try_clone_to_owned()
+    Directory::private(Path::new(DIRECTORY), PRIVATE, false)?.as_fd().try_clone_to_owned()
 }
 
 fn build_file(name: &str) -> String {
@@ -317,12 +317,11 @@ fn build_file(name: &str) -> String {
 /// Returns the mount points of this container, without those below `/dev`, `/proc` and `/sys`.
 fn mounts() -> io::Result<BTreeSet<String>> {
     let table = regular_file::read_kernel("/proc/self/mountinfo")?;
-    let mounts = table.lines().filter_map(|line| line.split(' ').nth(4));
-    let is_volume = |mount: &&str| {
+    let volumes = table.lines().filter_map(|line| line.split(' ').nth(4)).filter(|mount| {
         let top = mount.split('/').nth(1).unwrap_or_default();
         !["", "dev", "proc", "sys"].contains(&top)
-    };
-    Ok(mounts.filter(is_volume).map(str::to_owned).collect())
+    });
+    Ok(volumes.map(str::to_owned).collect())
 }
 
 /// Describes the build of a container by the versions of this agent and of Envoy.
@@ -340,8 +339,7 @@ async fn read_output(envoy: &Path, argument: &str) -> String {
         Err(error) => return format!("{name}: {error}"),
     };
     let bytes = [output.stdout, output.stderr].concat();
-    let text = String::from_utf8_lossy(&bytes);
-    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let line = String::from_utf8_lossy(&bytes).split_whitespace().collect::<Vec<_>>().join(" ");
     if output.status.success() && !line.is_empty() {
         line.chars().take(MAX_VERSION).collect()
     } else {
@@ -351,8 +349,8 @@ async fn read_output(envoy: &Path, argument: &str) -> String {
 
 /// Returns true for a name that a container can have in Kubernetes (RFC 1123).
 fn is_name(name: &str) -> bool {
-    let is_allowed = |byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-');
-    (1..64).contains(&name.len()) && name.bytes().all(is_allowed)
+    (1..64).contains(&name.len())
+        && name.bytes().all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-'))
 }
 
 #[cfg(test)]

@@ -51,8 +51,7 @@ impl Record {
 }
 
 fn variables(environment: &Environment) -> impl Iterator<Item = (String, String)> {
-    let variables = environment.with_prefix("");
-    variables.map(|(name, value)| (name.to_owned(), value.to_owned()))
+    environment.with_prefix("").map(|(name, value)| (name.to_owned(), value.to_owned()))
 }
 
 impl End {

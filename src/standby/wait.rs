@@ -28,7 +28,7 @@ const BLOCKED_INTERVAL: Duration = Duration::from_secs(60);
 pub async fn run(
     environment: &Environment,
     envoy: impl Fn(&Record) -> PathBuf,
-    check: impl Fn(&Record) -> Result<(), String>,
+    check: impl Fn(&Record) -> Option<String>,
 ) -> Result<Option<Record>, BoxError> {
     let start = since_boot();
     let mut pair = Pair::open(environment)?;
@@ -73,7 +73,7 @@ pub async fn run(
 async fn wait_for_takeover(
     pair: &mut Pair,
     envoy: impl Fn(&Record) -> PathBuf,
-    check: impl Fn(&Record) -> Result<(), String>,
+    check: impl Fn(&Record) -> Option<String>,
 ) -> Result<Record, BoxError> {
     let record = loop {
         match record::read::<Record>(&pair.directory, RECORD)? {
@@ -92,10 +92,11 @@ async fn wait_for_takeover(
     loop {
         let message = async {
             let mut channel = Channel::connect(&socket()).await?;
-            hello.self_check = Some(check(&record));
-            let serving = channel.greet(&hello).await?;
-            let blocker = hello.takeover_blocker(&serving);
-            if let Some(why) = blocker.as_ref().filter(|_| warned != blocker) {
+            hello.self_check = Some(check(&record).map_or(Ok(()), Err));
+            let blocker = hello.takeover_blocker(&channel.greet(&hello).await?);
+            if warned != blocker
+                && let Some(why) = &blocker
+            {
                 let subject = format!("container {}", pair.name);
                 tracing::warn!("{}", Problem::new(codes::STANDBY_UNABLE, subject, why));
             }

@@ -2,8 +2,8 @@
 //! and takes the pod over from such an agent.
 
 pub(super) mod ports;
-pub(super) mod reload;
 
+use std::future::ready;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -11,11 +11,13 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use serde_json::json;
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::Supervisor;
+use super::reload::Inputs;
 use crate::config::Config;
 use crate::envoy::Exit;
 use crate::envoy::handle::{Envoy, Order, State};
@@ -27,8 +29,8 @@ use crate::problem::{Problem, codes};
 use crate::runtime::lifecycle::{BoxError, CancellationToken, Stop, StopAccepting, Urgency};
 use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
 use crate::standby::{Handover, Pair, Waiting, gate, socket};
+use crate::status::{HandOver, Page};
 use ports::Ports;
-use reload::Inputs;
 
 /// The time that a successor waits for this agent's Envoy, if that is starting; less than [`ANSWER_LIMIT`].
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -167,8 +169,7 @@ impl Holder {
         // If both containers are replaced at once, the second one asks while Envoy starts in the first one. `lend` then
         // refuses, and the build would not be tried again.
         let mut report = self.envoy.report();
-        let started = report.wait_for(|now| now.state > State::Starting);
-        let _ = timeout(START_LIMIT, started).await;
+        let _ = timeout(START_LIMIT, report.wait_for(|now| now.state > State::Starting)).await;
         // The page is missing if an earlier successor has taken the admin port and failed.
         let serving = ServingResources::read(&self.envoy.admin())
             .await
@@ -192,8 +193,7 @@ impl Holder {
         // The other agent may have exited.
         let _ = channel.send(&Message::Refused(why)).await;
         // The connection ends once the Envoy of the other agent has exited.
-        let ended = async { while channel.receive().await.is_ok() {} };
-        let _ = timeout(ANSWER_LIMIT, ended).await;
+        let _ = timeout(ANSWER_LIMIT, async { while channel.receive().await.is_ok() {} }).await;
         self.envoy.order(Order::Reclaim).await;
     }
 
@@ -295,8 +295,7 @@ impl Successor {
             () = self.holder.stop.first_request() => return Ok(Exit::Requested),
         };
         let (channel, parent) = begun.inspect_err(|why| {
-            let problem = Problem::new(codes::HANDOVER_FAILED, "this container", why);
-            tracing::error!("{problem}");
+            tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, "this container", why));
         })?;
         let pair = self.holder.pair.clone();
         let mut taking_over = pin!(self.take_over(channel, parent));
@@ -314,8 +313,10 @@ impl Successor {
     /// Validates the bootstrap with Envoy, and asks the agent that serves for a handover. Prepares the inputs of this
     /// agent's first Envoy for it. Returns the connection, and the Envoy to take over from.
     async fn begin(&self) -> Result<(Channel, Parent), BoxError> {
-        let envoy = self.config.envoy.as_ref();
-        let (command, limit) = envoy
+        let (command, limit) = self
+            .config
+            .envoy
+            .as_ref()
             .and_then(|it| Some((&it.command, it.hot_restart?.check)))
             .ok_or("the agent runs no Envoy")?;
         let inputs = self.inputs.clone();
@@ -331,8 +332,7 @@ impl Successor {
             Message::Go(takeover, serving) => {
                 let restart_epoch = takeover.restart_epoch;
                 self.inputs.adopt(takeover, override_json);
-                let parent = Parent { restart_epoch, serving };
-                Ok((channel, parent))
+                Ok((channel, Parent { restart_epoch, serving }))
             }
             other => Err(other.unexpected().into()),
         }
@@ -355,8 +355,7 @@ impl Successor {
             }
             Err(error) => {
                 let why = error.to_string();
-                let problem = Problem::new(codes::HANDOVER_FAILED, "this container", &why);
-                tracing::error!("{problem}");
+                tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, "this container", &why));
                 // The other agent may have exited.
                 let _ = channel.send(&Message::Refused(why)).await;
                 self.holder.stop.request(Urgency::Kill, FAILED);
@@ -367,10 +366,11 @@ impl Successor {
     /// Waits until Envoy is able to serve, and itself waits for nothing but the gate.
     async fn until_ready(&self, channel: &mut Channel, parent: &Parent) -> Result<(), BoxError> {
         let mut why = String::new();
-        let (restart_epoch, serving) = (parent.restart_epoch, parent.serving.as_ref());
+        let Parent { restart_epoch, serving } = parent;
         let ready = async {
             let admin = self.holder.envoy.admin();
-            while let Err(missing) = check_takeover(&admin, restart_epoch, serving).await {
+            while let Err(missing) = check_takeover(&admin, *restart_epoch, serving.as_ref()).await
+            {
                 why = missing.to_string();
                 sleep(CHECK_INTERVAL).await;
             }
@@ -421,6 +421,19 @@ impl Successor {
         }
         Ok(())
     }
+}
+
+/// Returns the function that requests that the standby takes over.
+pub(super) fn on_request(pair: Option<Pair>) -> HandOver {
+    Arc::new(move || {
+        let pair = pair.as_ref().ok_or("this pod has no standby")?;
+        pair.request_handover().ok_or("no standby is connected")
+    })
+}
+
+/// Shows which of the two containers serves.
+pub(super) fn page(pair: Option<Pair>) -> Page {
+    Arc::new(move || Box::pin(ready(json!(pair.as_ref().map(Pair::state)))))
 }
 
 /// Returns the path of the gate's socket, to which an Envoy that takes over connects.

@@ -45,8 +45,7 @@ impl Ports {
 
     /// Duplicates all sockets once this agent has them.
     pub(crate) async fn duplicate(&self) -> io::Result<Vec<OwnedFd>> {
-        let sockets = self.0.wait().await;
-        sockets.iter().map(OwnedFd::try_clone).collect()
+        self.0.wait().await.iter().map(OwnedFd::try_clone).collect()
     }
 
     /// Duplicates the status port.
@@ -64,7 +63,8 @@ impl Ports {
 
     /// Duplicates the DNS sockets. Each UDP socket comes with the TCP socket of the same address.
     pub(crate) async fn dns(self) -> io::Result<Vec<dns::Bound>> {
-        let (mut sockets, mut listeners) = (Vec::new(), HashMap::new());
+        let mut sockets = Vec::new();
+        let mut listeners = HashMap::new();
         for socket in self.duplicate().await? {
             if sockopt::socket_type(&socket)? == SocketType::DGRAM {
                 sockets.push(UdpSocket::from(socket));

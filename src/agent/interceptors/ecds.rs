@@ -101,7 +101,10 @@ fn convert(
 /// Splits a delta response into one response for each resource with a module, and one with everything else. Returns
 /// None if it cannot be read.
 fn split(message: &Bytes) -> Option<Vec<Bytes>> {
-    let (mut head, mut late, mut rest, mut is_empty) = (Vec::new(), Vec::new(), Vec::new(), true);
+    let mut head = Vec::new();
+    let mut late = Vec::new();
+    let mut rest = Vec::new();
+    let mut is_empty = true;
     for field in wire::fields(message).ok()? {
         if field.number == RESOURCES {
             let any = wire::last(&field.content?, RESOURCE).ok()??;
@@ -116,18 +119,19 @@ fn split(message: &Bytes) -> Option<Vec<Bytes>> {
         }
         rest.extend_from_slice(&field.record);
     }
-    let late = late.iter().map(|record| [&record[..], &head].concat());
-    let rest = Some(rest).filter(|_| !is_empty || late.len() == 0);
-    Some(rest.into_iter().chain(late).map(Bytes::from).collect())
+    let mut parts = Vec::new();
+    if !is_empty || late.is_empty() {
+        parts.push(rest.into());
+    }
+    parts.extend(late.iter().map(|record| Bytes::from([&record[..], &head].concat())));
+    Some(parts)
 }
 
 /// Forwards the parts of a response, each as soon as it is converted.
 fn forward_one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
     Box::pin(async move {
         let (outcome, index, _) = select_all(parts.iter_mut().map(|part| &mut part.1)).await;
-        let Outcome::Forward(message, later) = outcome else {
-            return outcome;
-        };
+        let Outcome::Forward(message, later) = outcome else { return outcome };
         match later {
             Some(later) => parts[index].1 = later.outcome,
             None => drop(parts.swap_remove(index)),
@@ -135,9 +139,8 @@ fn forward_one_by_one(mut parts: Vec<(Bytes, Intercepting)>) -> Intercepting {
         if parts.is_empty() {
             return Outcome::Forward(message, None);
         }
-        let rest: Vec<_> = parts.iter().map(|part| &part.0[..]).collect();
-        let (rest, outcome) = (rest.concat().into(), forward_one_by_one(parts));
-        Outcome::Forward(message, Some(SecondOutcome { outcome, rest }))
+        let rest = parts.iter().map(|part| &part.0[..]).collect::<Vec<_>>().concat().into();
+        Outcome::Forward(message, Some(SecondOutcome { outcome: forward_one_by_one(parts), rest }))
     })
 }
 

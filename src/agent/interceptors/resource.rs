@@ -36,12 +36,10 @@ pub(super) fn first(
 
 /// Returns type and value of the first resource.
 fn decoded(protocol: Protocol, message: &Bytes) -> Result<[Bytes; 2], DecodeError> {
-    let mut resources = fields(message)?.into_iter();
-    let first = resources.find(|field| field.number == CONTENT);
+    let first = fields(message)?.into_iter().find(|field| field.number == CONTENT);
     let mut any = first.and_then(|field| field.content).unwrap_or_default();
     if protocol == Protocol::Delta {
         any = last(&any, CONTENT)?.unwrap_or_default();
     }
-    let part = |number| last(&any, number).map(Option::unwrap_or_default);
-    Ok([part(TYPE_URL)?, part(CONTENT)?])
+    Ok([last(&any, TYPE_URL)?.unwrap_or_default(), last(&any, CONTENT)?.unwrap_or_default()])
 }

@@ -178,7 +178,7 @@ async fn serve_connection(
         Box::pin(async {
             *activity.lock() = (Phase::Answering, Instant::now());
             let mut answer = router.answer(request, &caller).await;
-            if handover.has_begun() {
+            if stop_accepting.has_begun() {
                 // It makes the client send its next request to the agent that has taken over the port.
                 answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             }

@@ -2,23 +2,25 @@
 
 use std::time::Duration;
 
-use super::{Subject, error};
+use super::{Pair, State};
 use crate::envoy::handle::Envoy;
-use crate::problem::codes;
+use crate::problem::{Code, Problem, codes};
 use crate::report::Check;
-use crate::standby::State;
 
 /// The time limit for a container to be replaced and to connect.
 const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 
-pub(super) fn checks(subject: Subject<'_>) -> Vec<Check> {
-    let Some(running) = subject.running else {
-        return Vec::new();
-    };
-    let report = running.envoy.as_ref().map(Envoy::report);
-    let blocker = report.and_then(|report| report.borrow().hot_restart_problem.clone());
-    let pair = running.pair.iter();
-    pair.map(|pair| check(&pair.state(), blocker.as_deref())).collect()
+impl Pair {
+    pub fn check(&self, envoy: Option<&Envoy>) -> Check {
+        let report = envoy.map(Envoy::report);
+        let blocker = report.and_then(|report| report.borrow().hot_restart_problem.clone());
+        check(&self.state(), blocker.as_deref())
+    }
+
+    /// Says why Envoy's admin port is closed if the Envoy of a successor has taken it and failed.
+    pub fn why_admin_is_closed(&self) -> Option<&'static str> {
+        self.state().last?.failed.map(|_| "closed for the Envoy of the failed handover")
+    }
 }
 
 /// `blocker` is the reason why no other Envoy can take over from the one that serves.
@@ -53,6 +55,10 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
     } else {
         Check::skipped(name, "the other container is not connected yet")
     }
+}
+
+fn error(code: &'static Code, name: String, found: impl ToString) -> Check {
+    Check::from(&Problem::new(code, name, found))
 }
 
 #[cfg(test)]

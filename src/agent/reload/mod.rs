@@ -3,14 +3,13 @@
 //! [`Inputs::prepare`] writes the bootstrap of the next Envoy. After the first Envoy it reads the configuration
 //! again, and rejects changes of settings that cannot change while the agent runs.
 
-use std::any::Any;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::agent::envoy_user;
-use crate::agent::sds_socket::Detected;
 use serde_json::Value;
 
+use super::envoy_user;
+use super::sds_socket::Detected;
 use crate::bootstrap::{self, platform::Platform};
 use crate::config::{Config, Unusable};
 use crate::envoy::command::Takeover;
@@ -71,7 +70,7 @@ impl Inputs {
 
     /// Makes the first Envoy take over from one in another container. Must be called once, before it starts.
     pub(super) fn adopt(&self, takeover: Takeover, override_json: String) {
-        // There is no second call.
+        // The handover that calls this begins once.
         let _ = self.adopted.set((takeover, override_json));
     }
 
@@ -104,11 +103,13 @@ impl Inputs {
         let is_compared = envoy.hot_restart.is_some();
         if config.has_custom_bootstrap {
             let path = &command.bootstrap;
-            let document = is_compared
-                .then(|| regular_file::read(path, MAX_SETTINGS))
-                .transpose()
-                .map_err(|error| problem("read the bootstrap", path, error))?;
-            return Ok(Prepared::new(command, &document.unwrap_or_default(), "", None));
+            let document = if is_compared {
+                regular_file::read(path, MAX_SETTINGS)
+                    .map_err(|error| problem("read the bootstrap", path, error))?
+            } else {
+                Default::default()
+            };
+            return Ok(Prepared::new(command, &document, "", None));
         }
         let mut bootstrap = config.bootstrap.clone();
         bootstrap.node.platform = self.platform.get().cloned().unwrap_or_default();
@@ -129,8 +130,7 @@ impl Inputs {
             envoy_user::give_files(user, &written.files);
         }
         command.bootstrap = bootstrap.file();
-        let written: Box<dyn Any + Send + Sync> = Box::new(written);
-        Ok(Prepared::new(command, document.as_bytes(), &metadata, Some(written)))
+        Ok(Prepared::new(command, document.as_bytes(), &metadata, Some(Box::new(written))))
     }
 
     /// Rejects changes of fixed settings, and files that were usable at the agent's start and are not any more.
