@@ -144,7 +144,8 @@ pub(crate) fn encode_request(
     nonce: &str,
     problem: Option<&str>,
 ) -> Bytes {
-    let (type_url, response_nonce) = (type_url.to_owned(), nonce.to_owned());
+    let type_url = type_url.to_owned();
+    let response_nonce = nonce.to_owned();
     let error_detail = problem.map(|problem| rpc::Status {
         code: Code::Internal.into(),
         message: problem.to_owned(),

@@ -90,7 +90,8 @@ pub(super) fn response_body() -> (mpsc::Sender<ResponseFrame>, ResponseBody) {
 }
 
 /// The health of the workload, with the reason if it is unhealthy; None while it is unknown.
-pub(crate) type Health = watch::Receiver<Option<Result<(), String>>>;
+pub(crate) type Health = watch::Receiver<Option<Verdict>>;
+pub(super) type Verdict = Result<(), String>;
 
 /// The settings of a relay, and the parts of the agent that it uses.
 pub(crate) struct RelayConfig {
@@ -126,7 +127,8 @@ pub(crate) async fn serve_stream(
             tracing::debug!(target: "xdsproxy", id = config.id, "Envoy closed its stream before its status was sent");
         }
     }
-    let (prefix, address) = (config.protocol.log_prefix(), config.istiod.address());
+    let prefix = config.protocol.log_prefix();
+    let address = config.istiod.address();
     tracing::debug!(target: "xdsproxy", id = config.id, "disconnected from {prefix}XDS server: {address}");
 }
 
@@ -303,7 +305,8 @@ impl<'a> Relay<'a> {
     fn open_stream(&mut self, connection: Connection) {
         self.health.iter_mut().for_each(Health::mark_changed);
         let RelayConfig { id, istiod, protocol, observer, .. } = self.config;
-        let (prefix, address) = (protocol.log_prefix(), istiod.address());
+        let prefix = protocol.log_prefix();
+        let address = istiod.address();
         tracing::info!(target: "xdsproxy", id, "connected to {prefix}upstream XDS server: {address}");
         let sent = observer.metrics.requests.clone();
         let stream = IstiodStream::open(connection, istiod, protocol.path(), sent);
@@ -355,12 +358,8 @@ impl<'a> Relay<'a> {
     /// Records what does not work on istiod's stream. Ends the streams because of a new problem, at most once an hour.
     fn report_problem(&mut self) -> Result<(), End> {
         let RelayConfig { id, istiod, observer, .. } = self.config;
-        let Some(liveness) = &mut self.state.liveness else {
-            return Ok(());
-        };
-        let Some(news) = liveness.news.take() else {
-            return Ok(());
-        };
+        let Some(liveness) = &mut self.state.liveness else { return Ok(()) };
+        let Some(news) = liveness.news.take() else { return Ok(()) };
         let problem = liveness.problem();
         observer.record_problem(*id, problem.as_ref());
         let Some(problem) = problem.filter(|_| news == News::Problem) else {
@@ -454,10 +453,9 @@ impl<'a> Relay<'a> {
     /// Records the end of istiod's stream, if there is one, as a failure of the control plane if it has not
     /// responded. Returns true if another control plane is in use now.
     fn record_istiod_end(&self, end: &End, problem: &Problem, timed_out: bool) -> bool {
-        let Some(stream) = self.phase.istiod_stream() else {
-            return false;
-        };
-        let (istiod, code) = (&self.config.istiod, end.istiod_code());
+        let Some(stream) = self.phase.istiod_stream() else { return false };
+        let istiod = &self.config.istiod;
+        let code = end.istiod_code();
         if let Some(code) = code
             && self.state.liveness.as_ref().is_some_and(|it| it.is_refused(code))
         {
@@ -487,8 +485,7 @@ impl<'a> Relay<'a> {
         if let Some(stream) = self.phase.istiod_stream() {
             let why = "no answer before stored configuration was served";
             let problem = self.explain(&Status::deadline_exceeded(why));
-            let istiod = &self.config.istiod;
-            istiod.record_failure(&stream.connection, false, &problem);
+            self.config.istiod.record_failure(&stream.connection, false, &problem);
         }
         self.state.on_demand = None;
         self.state.restart();
@@ -502,7 +499,8 @@ impl<'a> Relay<'a> {
 
     /// Waits until istiod answers a stream that begins with Envoy's first request.
     fn until_istiod_answers(&self) -> impl Future<Output = ()> + Send + use<> {
-        let (istiod, path) = (self.config.istiod.clone(), self.config.protocol.path());
+        let istiod = self.config.istiod.clone();
+        let path = self.config.protocol.path();
         let sent = self.config.observer.metrics.requests.clone();
         let first = self.queue.first().cloned().unwrap_or_default();
         let mut backoff = Backoff::new(FIRST_WAIT, MAX_WAIT);
@@ -564,7 +562,7 @@ fn next_wait(backoff: &mut Backoff, end: &End) -> Duration {
 }
 
 /// Waits for a change of the health and returns the new verdict. Cancel safe.
-async fn next_verdict(health: &mut Option<Health>) -> Result<(), String> {
+async fn next_verdict(health: &mut Option<Health>) -> Verdict {
     if let Some(receiver) = health {
         while receiver.changed().await.is_ok() {
             if let Some(verdict) = receiver.borrow_and_update().clone() {

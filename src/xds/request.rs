@@ -149,8 +149,7 @@ impl Subscription {
     /// Returns the names of the resources that Envoy has when a delta stream begins.
     pub(super) fn initial_names(&self) -> HashSet<NameDigest> {
         let entries = self.initial_resource_versions.iter().cloned();
-        let entries = entries.flat_map(InitialResource::decode);
-        entries.map(|it| NameDigest::of(&it.name)).collect()
+        entries.flat_map(InitialResource::decode).map(|it| NameDigest::of(&it.name)).collect()
     }
 }
 
@@ -185,7 +184,8 @@ struct ErrorDetail {
 
 /// Returns the beginning of a NACK reason, without resource dumps, which are long and may hold credentials.
 pub(super) fn shortened(reason: &str) -> String {
-    let (mut text, mut rest) = (String::new(), reason);
+    let mut text = String::new();
+    let mut rest = reason;
     while let Some((before, dump)) = rest.split_once(DUMP) {
         text.push_str(before);
         rest = dump.split_once(DUMP_END).map_or("", |(_, after)| after);

@@ -19,8 +19,7 @@ impl RunningInterceptors {
         for mut response in std::mem::take(&mut state.captured) {
             let index = response.interceptor;
             let interceptor = state.interceptors.get(index);
-            let mut running = self.0.iter();
-            if let Some(older) = running.position(|(it, _)| it.interceptor == index) {
+            if let Some(older) = self.0.iter().position(|(it, _)| it.interceptor == index) {
                 let message = &self.0[older].0.message;
                 let merged = interceptor.merge(protocol, message, &response.message);
                 let Some(merged) = merged else {
@@ -40,8 +39,7 @@ impl RunningInterceptors {
         if self.0.is_empty() {
             return None;
         }
-        let running = self.0.iter_mut().map(|(_, outcome)| outcome);
-        let (outcome, index, _) = select_all(running).await;
+        let (outcome, index, _) = select_all(self.0.iter_mut().map(|(_, outcome)| outcome)).await;
         let (response, _) = self.0.swap_remove(index);
         Some((response, outcome))
     }

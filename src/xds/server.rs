@@ -108,7 +108,8 @@ impl Discovery {
     /// Serves clients until the shutdown, then waits for the relays to end.
     pub async fn serve(self, listener: Listener) {
         let config = &self.0.config;
-        let (address, cluster) = (config.upstream.envoy.address(), &config.cluster_id);
+        let address = config.upstream.envoy.address();
+        let cluster = &config.cluster_id;
         tracing::info!(target: "xdsproxy", "Initializing with upstream address {address:?} and cluster {cluster:?}");
         listener.serve(self.clone(), config.shutdown.clone()).await;
         self.0.relays.close();
@@ -196,8 +197,7 @@ impl hyper::service::Service<Request<Incoming>> for Discovery {
             None => status_body(&Status::unimplemented(format!("unknown method {path}"))),
         };
         let mut response = Response::new(body);
-        let content_type = HeaderValue::from_static("application/grpc");
-        response.headers_mut().insert(CONTENT_TYPE, content_type);
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         ready(Ok(response))
     }
 }

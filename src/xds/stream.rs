@@ -16,6 +16,7 @@ use super::ledger::{EnvoyCache, Recorder};
 use super::liveness::{DEBUG, Liveness};
 use super::observe::{Observer, Services, Source};
 use super::on_demand::{self, OnDemand};
+use super::relay::Verdict;
 use super::request::{Request, RequestReader, frame, without_nonce};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 use super::{LISTENER, Protocol};
@@ -95,9 +96,7 @@ impl StreamState {
             // istiod does not know the nonce of stored versions, and gets only the names in the request.
             if request.nonce == NONCE && self.protocol == Protocol::Delta {
                 self.recorder.record_stored_ack_or_nack(&request);
-                let Some(frame) = without_nonce(&request.frame) else {
-                    return;
-                };
+                let Some(frame) = without_nonce(&request.frame) else { return };
                 request.frame = frame;
                 request.nonce.clear();
                 request.rejection = None;
@@ -139,7 +138,7 @@ impl StreamState {
     }
 
     /// Encodes a health report of the workload.
-    pub(super) fn health_report(&self, health: &Result<(), String>) -> Bytes {
+    pub(super) fn health_report(&self, health: &Verdict) -> Bytes {
         let problem = health.as_ref().err().map(String::as_str);
         let report = encode_request(self.protocol, HEALTH, "", "", problem);
         log_request(self.id, self.protocol, &report);
@@ -213,9 +212,7 @@ impl StreamState {
                     && self.interceptors.get(response.interceptor).subscribes() => {}
             Output::Captured(response) => self.captured.push_back(response),
             Output::Replaced(received, message) => {
-                let Some(on_demand) = &mut self.on_demand else {
-                    return;
-                };
+                let Some(on_demand) = &mut self.on_demand else { return };
                 let read = on_demand.read_response(&received, &message);
                 on_demand.publish();
                 // No other message passes, and later ones may need these clusters.
@@ -278,7 +275,8 @@ impl StreamState {
 
     /// Sends the ACK or NACK of a response the agent consumed.
     fn send_ack_or_nack(&mut self, response: &Received, problem: Option<&str>) {
-        let (type_url, nonce) = (&response.type_url, &response.nonce);
+        let type_url = &response.type_url;
+        let nonce = &response.nonce;
         self.observer.record_ack_or_nack(type_url, nonce, problem);
         let request = encode_request(self.protocol, type_url, &response.version, nonce, problem);
         log_request(self.id, self.protocol, &request);
@@ -308,8 +306,7 @@ impl StreamState {
 
     /// Tells the reader which responses the agent replaces.
     fn note_replaced(&mut self) {
-        let on_demand = self.on_demand.as_ref();
-        self.responses.replace(on_demand.map_or(&[], OnDemand::replaced_types));
+        self.responses.replace(self.on_demand.as_ref().map_or(&[], OnDemand::replaced_types));
     }
 
     /// Returns when [`StreamState::check_liveness`] is due. `reads` is true if responses are read.
@@ -364,9 +361,7 @@ fn log_request(id: u32, protocol: Protocol, frame: &Bytes) {
     if !tracing::enabled!(target: "xdsproxy", tracing::Level::DEBUG) {
         return;
     }
-    let Ok(request) = Request::decode(protocol, frame.clone()) else {
-        return;
-    };
+    let Ok(request) = Request::decode(protocol, frame.clone()) else { return };
     let subscription = request.subscription().unwrap_or_default();
     let Request { type_url, nonce, .. } = request;
     match protocol {

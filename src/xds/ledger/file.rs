@@ -172,9 +172,7 @@ fn temporary() -> String {
 pub(super) fn read(parent: &Path, max_bytes: u64) -> io::Result<Option<(Store, Record)>> {
     let opened = Directory::private(parent, DIRECTORY, false)
         .and_then(|directory| directory.open_private_file(FILE));
-    let Some(mut file) = if_exists(opened)? else {
-        return Ok(None);
-    };
+    let Some(mut file) = if_exists(opened)? else { return Ok(None) };
     let length = file.metadata()?.len();
     if length > max_bytes {
         let found = format!("it has {length} bytes, expected at most {max_bytes}");
@@ -187,7 +185,8 @@ pub(super) fn read(parent: &Path, max_bytes: u64) -> io::Result<Option<(Store, R
     let mut store = Store::default();
     while let Some((kind, chunk)) = next_chunk(&mut reader)? {
         if kind == BLOCK_CHUNK {
-            add(&mut store, parse_block(&chunk)?)?;
+            let block = parse_block(&chunk);
+            add(&mut store, block.ok_or_else(|| io::Error::other("a block is malformed"))?)?;
         }
     }
     Ok(Some((store, record)))
@@ -200,7 +199,9 @@ fn last_record(file: &File) -> io::Result<(Record, u64)> {
     if reader.read_exact(&mut magic).is_err() || magic != *MAGIC {
         return Err(io::Error::other("it does not begin as stored configuration does"));
     }
-    let (mut hasher, mut end, mut last) = (Hasher::new(), MAGIC.len() as u64, None);
+    let mut hasher = Hasher::new();
+    let mut end = MAGIC.len() as u64;
+    let mut last = None;
     hasher.update(MAGIC);
     // After a kill in the middle of a write, the rest of the file is incomplete.
     while let Some((kind, chunk)) = next_chunk(&mut reader)? {
@@ -236,28 +237,25 @@ fn next_chunk(reader: &mut impl Read) -> io::Result<Option<(u8, Vec<u8>)>> {
     Ok(is_complete.then_some((kind, chunk)))
 }
 
-fn parse_block(chunk: &[u8]) -> io::Result<StoredBlock> {
-    let parsed = || {
-        let (&[type_of, a, b, c, d, e, f], rest) = chunk.split_first_chunk()?;
-        let type_of = *TYPES.get(usize::from(type_of))?;
-        let count = usize::from(u16::from_be_bytes([e, f]));
-        let (used, data) = rest.split_at_checked(2 * count)?;
-        let (used, _) = used.as_chunks();
-        Some(StoredBlock {
-            type_of,
-            data: Arc::from(data),
-            length: u32::from_be_bytes([a, b, c, d]),
-            used: used.iter().map(|start| u16::from_be_bytes(*start)).collect(),
-        })
+/// Returns None if the block is malformed.
+fn parse_block(chunk: &[u8]) -> Option<StoredBlock> {
+    let (&[type_of, a, b, c, d, e, f], rest) = chunk.split_first_chunk()?;
+    let count = usize::from(u16::from_be_bytes([e, f]));
+    let (used, data) = rest.split_at_checked(2 * count)?;
+    let (used, _) = used.as_chunks();
+    let block = StoredBlock {
+        type_of: *TYPES.get(usize::from(type_of))?,
+        data: Arc::from(data),
+        length: u32::from_be_bytes([a, b, c, d]),
+        used: used.iter().map(|start| u16::from_be_bytes(*start)).collect(),
     };
-    parsed()
-        .filter(|block| block.used.is_sorted())
-        .ok_or_else(|| io::Error::other("a block is malformed"))
+    block.used.is_sorted().then_some(block)
 }
 
 /// Adds a block. Its fields that are not in use are skipped.
 fn add(store: &mut Store, block: StoredBlock) -> io::Result<()> {
-    let (mut walker, mut fields) = (Walker::finder(block.length.into()), Vec::new());
+    let mut walker = Walker::finder(block.length.into());
+    let mut fields = Vec::new();
     for part in decompress(block.data.clone(), block.length)? {
         let walked = walker.find(&part?, |ResourceField { name, range, is_removed }| {
             let start = u16::try_from(range.start);

@@ -120,11 +120,8 @@ impl Config {
     /// Makes `own` the directory of stored configuration, and reads the configuration in the directory `former`. Both are
     /// directories of the volume. The task that writes creates `own`, because a volume may hang.
     pub fn continue_in(&mut self, own: &str, former: Option<String>) {
-        let Some(volume) = &mut self.volume else {
-            return;
-        };
-        let parent = volume.directory.clone();
-        self.former = former.map(|former| parent.join(former));
+        let Some(volume) = &mut self.volume else { return };
+        self.former = former.map(|former| volume.directory.join(former));
         volume.directory.push(own);
         self.own = Some(own.to_owned());
     }
@@ -132,9 +129,7 @@ impl Config {
     /// Creates the directory of this container in the volume, and prepares the directory of the file. Logs a failure.
     /// Returns true if configuration is to be stored. May block.
     fn prepare(&self) -> bool {
-        let Some(volume) = &self.volume else {
-            return false;
-        };
+        let Some(volume) = &self.volume else { return false };
         if let (Some(own), Some(parent)) = (&self.own, volume.directory.parent())
             && let Err(error) = Directory::private(parent, own, true)
         {
@@ -294,15 +289,13 @@ impl Ledger {
     /// Returns the resources of which Envoy has the stored version, because it rejected istiod's.
     pub(super) fn after_nack(&self) -> BTreeMap<&'static str, Vec<StoredResource>> {
         let state = self.0.state.lock();
-        let resources = state.after_nack.iter();
-        resources.map(|(type_of, resources)| (type_of.url(), resources.clone())).collect()
+        state.after_nack.iter().map(|(type_of, it)| (type_of.url(), it.clone())).collect()
     }
 
     /// Returns the first names of the resources in the last NACK of each type, by type URL.
     pub(super) fn rejected(&self) -> BTreeMap<&'static str, Vec<String>> {
         let state = self.0.state.lock();
-        let names = state.rejected.iter();
-        names.map(|(type_of, names)| (type_of.url(), names.clone())).collect()
+        state.rejected.iter().map(|(type_of, names)| (type_of.url(), names.clone())).collect()
     }
 
     /// Describes the clusters of the newest Envoy. Returns None unless it gets clusters on demand.
@@ -388,12 +381,9 @@ async fn write(shared: Arc<Shared>, shutdown: CancellationToken) {
                     batch.map(|batch| taken.write(&batch).map(|length| (batch.record, length)));
                 (taken, written)
             });
-            let Ok((returned, written)) = written.await else {
-                return;
-            };
+            let Ok((returned, written)) = written.await else { return };
             writer = Some(returned);
-            let failed = written.and_then(|written| shared.state.lock().conclude(written));
-            if let Some(error) = failed {
+            if let Some(error) = written.and_then(|written| shared.state.lock().conclude(written)) {
                 shared.failures.inc();
                 let error = shared.with_path(error);
                 tracing::error!(
@@ -444,20 +434,19 @@ impl EnvoyCache {
 
     /// Returns how long Envoy waits for istiod's first response before it is served; None if it is no longer served.
     pub(super) fn max_wait_for_istiod(&self) -> Option<Duration> {
-        let no_longer_served = self.ledger.0.state.lock().view(self.pid).no_longer_served;
+        let no_longer_served = self.lock().view(self.pid).no_longer_served;
         (!no_longer_served).then(|| self.ledger.0.config.after.max(MIN_WAIT))
     }
 
     /// Returns true if resources of all needed types are stored.
     pub(super) fn can_be_served(&self) -> bool {
-        self.ledger.0.state.lock().can_serve()
+        self.lock().can_serve()
     }
 }
 
 /// Returns the seconds of Unix time, at least 0.
 fn unix_now() -> u64 {
-    let elapsed = SystemTime::UNIX_EPOCH.elapsed();
-    elapsed.unwrap_or_default().as_secs()
+    SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs()
 }
 
 /// Formats seconds of Unix time. The epoch stands for a time out of range.

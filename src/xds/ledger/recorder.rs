@@ -1,6 +1,6 @@
 //! Feeds the ledger with the requests and responses of a delta stream of Envoy, while their bytes pass.
 
-use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
@@ -45,8 +45,7 @@ pub(super) fn identity(subscription: &Subscription) -> Option<String> {
     if let Some(metadata) = &mut node.metadata {
         metadata.fields.retain(|name, _| !CHANGING_METADATA.contains(&&**name));
     }
-    let digest = digest(&SHA256, &node.encode_to_vec());
-    Some(format!("2:{}", BASE64_STANDARD.encode(digest)))
+    Some(format!("2:{}", BASE64_STANDARD.encode(digest(&SHA256, &node.encode_to_vec()))))
 }
 
 /// The recorder of one stream. It does nothing if configuration is not stored for the client.
@@ -152,8 +151,7 @@ impl FieldReader {
     /// Hands over a complete response. Returns false if configuration has become too large.
     fn complete(mut self, state: &mut State, pid: i32, received: &Received) -> bool {
         self.take_long(&mut state.store, u64::MAX);
-        let (nonce, version) = (received.nonce.clone(), received.version.clone());
-        let response = Response::new(nonce, version, self.fields);
+        let response = Response::new(received.nonce.clone(), received.version.clone(), self.fields);
         state.complete(pid, self.type_of, response)
     }
 
@@ -236,9 +234,7 @@ impl Recorder {
                 return;
             }
         };
-        let Some((mut state, pid)) = self.state() else {
-            return;
-        };
+        let Some((mut state, pid)) = self.state() else { return };
         state.note_accepted(pid, type_of, accepted);
         drop(state);
         self.may_need_stored = true;
@@ -277,9 +273,7 @@ impl Recorder {
 
     /// Records a request of Envoy: its subscription, and the ACK or NACK in it.
     pub(crate) fn record_request(&mut self, request: &Request) {
-        let Some(cache) = &self.cache else {
-            return;
-        };
+        let Some(cache) = &self.cache else { return };
         if request.type_url == LISTENER && !request.nonce.is_empty() {
             cache.ledger.0.state.lock().view(cache.pid).no_longer_served = true;
         }
@@ -288,23 +282,15 @@ impl Recorder {
         };
         let stream = self.stream;
         if !self.has_begun {
-            let Some(identity) = identity(&subscription) else {
-                return;
-            };
-            let Some((mut state, pid)) = self.state() else {
-                return;
-            };
+            let Some(identity) = identity(&subscription) else { return };
+            let Some((mut state, pid)) = self.state() else { return };
             state.begin_stream(pid, stream, identity);
             drop(state);
             self.has_begun = true;
         }
-        let Some(type_of) = Type::of(&request.type_url) else {
-            return;
-        };
+        let Some(type_of) = Type::of(&request.type_url) else { return };
         let is_first = self.subscribed.insert(type_of);
-        let Some((mut state, pid)) = self.state() else {
-            return;
-        };
+        let Some((mut state, pid)) = self.state() else { return };
         if !request.nonce.is_empty() {
             state.answer(pid, type_of, &request.nonce, request.rejection.as_deref());
         }
@@ -314,7 +300,8 @@ impl Recorder {
         state.change_subscription(pid, type_of, &subscription);
         state.end_after_nack(pid, type_of);
         let it = state.view(pid).of(type_of);
-        let (asks_envoy, awaits_answers) = (it.asks_envoy, !it.unanswered.is_empty());
+        let asks_envoy = it.asks_envoy;
+        let awaits_answers = !it.unanswered.is_empty();
         drop(state);
         if asks_envoy && request.rejection.is_some() {
             self.asking.push(Box::pin(ask(cache.ledger.0.admin.clone(), type_of)));
@@ -331,31 +318,26 @@ impl Recorder {
 
     /// Begins a response that passes to Envoy.
     pub(crate) fn begin_response(&mut self, type_url: &str, length: u64) {
-        let recorded = Type::of(type_url).filter(|it| *it != Type::EXTENSION);
-        let Some(type_of) = recorded else {
+        let Some(type_of) = Type::of(type_url).filter(|it| *it != Type::EXTENSION) else {
             return;
         };
-        let Some((mut state, pid)) = self.state() else {
-            return;
-        };
+        let Some((mut state, pid)) = self.state() else { return };
         state.view(pid).is_receiving = true;
-        let (store_number, reader) = (state.store_number, FieldReader::new(type_of, length));
+        let store_number = state.store_number;
         drop(state);
+        let reader = FieldReader::new(type_of, length);
         self.passing = Some(Passing { store_number, head: HEAD, reader });
     }
 
     /// Records bytes of the response that passes.
     pub(crate) fn record_bytes(&mut self, bytes: &Bytes) {
-        let Some(mut passing) = self.passing.take() else {
-            return;
-        };
+        let Some(mut passing) = self.passing.take() else { return };
         let Some((mut state, _)) = self.state() else {
             return self.drop_response(passing);
         };
         let message = &bytes[bytes.len().min(passing.head)..];
         passing.head -= bytes.len() - message.len();
-        let read = passing.reader.read(&mut state.store, message);
-        if let Err(error) = read {
+        if let Err(error) = passing.reader.read(&mut state.store, message) {
             tracing::error!(target: "xdsproxy", "configuration is not stored: a response is malformed: {error}");
             state.fail_streams();
             drop(state);
@@ -372,9 +354,7 @@ impl Recorder {
         received: &Received,
         on_demand: Option<&mut OnDemand>,
     ) {
-        let Some(mut passing) = self.passing.take() else {
-            return;
-        };
+        let Some(mut passing) = self.passing.take() else { return };
         if let Some(on_demand) = on_demand.filter(|_| passing.reader.type_of == Type::ENDPOINTS) {
             on_demand.read_endpoints(&mut passing.reader.fields);
         }
@@ -402,12 +382,8 @@ impl Recorder {
     /// Records a complete message without its head: one that Envoy gets instead of istiod's, or, if `is_all`, one
     /// that the agent has consumed, with all resources of its type.
     pub(crate) fn record_message(&mut self, received: &Received, message: &Bytes, is_all: bool) {
-        let Some(type_of) = Type::of(&received.type_url) else {
-            return;
-        };
-        let Some((mut state, pid)) = self.state() else {
-            return;
-        };
+        let Some(type_of) = Type::of(&received.type_url) else { return };
+        let Some((mut state, pid)) = self.state() else { return };
         if is_all {
             state.begin_type(pid, type_of, HashSet::new());
         }
@@ -429,18 +405,17 @@ impl Recorder {
 
 /// Asks Envoy which resources of a type it has a version of. Logs an error.
 async fn ask(admin: Option<Admin>, type_of: Type) -> (Type, Option<HashSet<NameDigest>>) {
-    let Some(admin) = admin else {
-        return (type_of, None);
-    };
+    let Some(admin) = admin else { return (type_of, None) };
     let type_url = type_of.url();
-    let names = inspect::accepted_names(&admin, type_url).await;
-    let names = names.inspect_err(|error| {
-        tracing::warn!(target: "xdsproxy", "cannot look for stored versions of {type_url}: {error}");
-    });
-    let digests = |names: BTreeSet<String>| {
-        names.iter().map(|name| NameDigest::of(name.as_bytes())).collect()
-    };
-    (type_of, names.ok().map(digests))
+    match inspect::accepted_names(&admin, type_url).await {
+        Ok(names) => {
+            (type_of, Some(names.iter().map(|name| NameDigest::of(name.as_bytes())).collect()))
+        }
+        Err(error) => {
+            tracing::warn!(target: "xdsproxy", "cannot look for stored versions of {type_url}: {error}");
+            (type_of, None)
+        }
+    }
 }
 
 impl Drop for Recorder {

@@ -47,6 +47,12 @@ pub struct StoredResource {
     pub current: String,
 }
 
+impl StoredResource {
+    pub(super) fn digest(&self) -> NameDigest {
+        NameDigest::of(self.name.as_bytes())
+    }
+}
+
 /// Stored versions on their way to Envoy.
 #[derive(Debug)]
 pub(super) struct Stored {
@@ -100,8 +106,10 @@ pub(in crate::xds) fn rejected(reason: &str, names: &HashSet<NameDigest>) -> Rej
     let lines = list.match_indices('\n').map(|(at, _)| at + 1);
     let longest = |start: usize| {
         let entry = &list[start..];
-        let ends = entry.rmatch_indices(": ").map(|(end, _)| end);
-        ends.filter(|end| *end <= MAX_NAME)
+        entry
+            .rmatch_indices(": ")
+            .map(|(end, _)| end)
+            .filter(|end| *end <= MAX_NAME)
             .map(|end| NameDigest::of(&entry.as_bytes()[..end]))
             .find(|name| names.contains(name))
     };
@@ -116,8 +124,7 @@ pub(super) fn names(pieces: Vec<Piece>) -> io::Result<Vec<String>> {
     for piece in pieces {
         bytes.append(&mut piece.bytes()?);
     }
-    let resources = Names::decode(&bytes[..])?.resources.into_iter();
-    Ok(resources.map(|Name { name }| name).collect())
+    Ok(Names::decode(&bytes[..])?.resources.into_iter().map(|Name { name }| name).collect())
 }
 
 /// Builds a response with stored resources, as a gRPC frame.
@@ -128,8 +135,7 @@ pub(super) fn respond(
     pieces: Vec<Piece>,
     length: u64,
 ) -> io::Result<Bytes> {
-    let (head, rest) = head_and_rest(version, type_of, nonce, length)?;
-    let mut frame = head;
+    let (mut frame, rest) = head_and_rest(version, type_of, nonce, length)?;
     for piece in pieces {
         frame.append(&mut piece.bytes()?);
     }
@@ -168,11 +174,12 @@ pub(super) fn read(
     if places.is_empty() {
         return Ok(None);
     }
-    let (length, pieces) = (Store::length(&places), store.pieces(places));
-    let frame = respond(version, type_of, NONCE, pieces, length)?;
+    let length = Store::length(&places);
+    let frame = respond(version, type_of, NONCE, store.pieces(places), length)?;
     let reasons: HashMap<_, _> = due.into_iter().collect();
-    let names = Names::decode(&frame[HEAD..])?.resources.into_iter();
-    let mut resources: Vec<_> = names
+    let mut resources: Vec<_> = Names::decode(&frame[HEAD..])?
+        .resources
+        .into_iter()
         .map(|Name { name }| StoredResource {
             reason: {
                 let reason = reasons.get(&NameDigest::of(name.as_bytes()));
@@ -189,18 +196,15 @@ pub(super) fn read(
 
 /// Describes the resources of a type that Envoy has in their stored versions.
 pub(crate) fn problem(type_url: &str, resources: &[StoredResource]) -> Problem {
-    let first = resources.first();
-    let (reason, current) = first.map_or(("", ""), |it| (&it.reason, &it.current));
+    let (reason, current) = resources.first().map_or(("", ""), |it| (&it.reason, &it.current));
     let reason = reason.trim_end_matches([' ', '\n', ':']);
     let found = format!("{reason}; stored version current at {current}");
-    let code = codes::RESOURCE_REFUSED_STORED_SERVED;
-    Problem::new(code, subject(type_url, resources), found)
+    Problem::new(codes::RESOURCE_REFUSED_STORED_SERVED, subject(type_url, resources), found)
 }
 
 /// Names the type and the first resources.
 pub(super) fn subject(type_url: &str, resources: &[StoredResource]) -> String {
-    let first = resources.iter().map(|it| &*it.name).take(MAX_NAMES);
-    let names = first.collect::<Vec<_>>().join(", ");
+    let names = resources.iter().map(|it| &*it.name).take(MAX_NAMES).collect::<Vec<_>>().join(", ");
     let more = match resources.len().saturating_sub(MAX_NAMES) {
         0 => String::new(),
         more => format!(" and {more} more"),

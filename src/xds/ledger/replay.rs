@@ -122,7 +122,8 @@ fn check(cache: &EnvoyCache, first: &Subscription) -> io::Result<()> {
     if !state.is_of(identity(first).as_deref()) {
         return Err(shared.with_path(OTHER_NODE));
     }
-    let (age, max_age) = (state.age(), shared.config.max_age);
+    let age = state.age();
+    let max_age = shared.config.max_age;
     let [shown, max_shown, after] = [age, max_age, shared.config.after].map(rounded);
     if age > max_age {
         let problem =
@@ -162,8 +163,7 @@ async fn answer_one(
     if pieces.is_empty() && !is_all {
         return Ok(());
     }
-    let (head, rest) = head_and_rest(&version, type_of, "kept", length)?;
-    let mut bytes = head;
+    let (mut bytes, rest) = head_and_rest(&version, type_of, "kept", length)?;
     for piece in pieces {
         for part in piece.parts()? {
             bytes.extend_from_slice(&part?);
@@ -175,6 +175,5 @@ async fn answer_one(
 }
 
 async fn send(out: &mpsc::Sender<Bytes>, bytes: Vec<u8>) -> io::Result<()> {
-    let sent = out.send(bytes.into()).await;
-    sent.map_err(|_| io::Error::other("the stream has ended"))
+    out.send(bytes.into()).await.map_err(|_| io::Error::other("the stream has ended"))
 }

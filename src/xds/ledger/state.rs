@@ -43,7 +43,7 @@ pub(super) struct Written {
     pub(super) current: u64,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::xds) struct State {
     max_bytes: u64,
     on_nack: bool,
@@ -94,28 +94,10 @@ impl State {
             max_bytes,
             on_nack,
             on_demand,
-            catalog: Catalog::default(),
             is_stored: true,
             is_on: true,
-            store: Store::default(),
-            identity: None,
-            types: BTreeMap::new(),
-            current: 0,
-            store_number: 0,
-            views: BTreeMap::new(),
-            next_generation: 0,
-            rejected: BTreeMap::new(),
-            after_nack: BTreeMap::new(),
-            written: BTreeMap::new(),
-            write_failure: None,
-            file_length: 0,
             is_whole_due: true,
-            is_removal_due: false,
-            dirty_since: None,
-            not_before: None,
-            last_record: None,
-            has_said_obstacle: false,
-            has_said_too_large: false,
+            ..Self::default()
         }
     }
 
@@ -230,8 +212,8 @@ impl State {
 
     /// Takes the first request of a type on a stream, with the resources that Envoy has.
     pub(super) fn begin_type(&mut self, pid: i32, type_of: Type, initial: HashSet<NameDigest>) {
-        let lacks = |name: &&NameDigest| self.store.get(type_of, **name).is_none();
-        let lacking = initial.iter().filter(lacks).copied().collect();
+        let lacking = initial.iter().filter(|name| self.store.get(type_of, **name).is_none());
+        let lacking = lacking.copied().collect();
         let it = self.view(pid).of(type_of);
         (it.subscribed, it.awaits_first) = (Some(Instant::now()), true);
         it.lacking = lacking;
@@ -288,7 +270,9 @@ impl State {
         let first = it.unanswered.front().and_then(|it| find(&it.fields));
         let rejects = |field: &Field| first.as_ref().is_some_and(|it| it.contains(&field.name));
         let (response, unused) = it.take_answered(nonce, rejects);
-        if let Some(reason) = reason.as_ref().filter(|_| response.is_none()) {
+        if response.is_none()
+            && let Some(reason) = &reason
+        {
             for field in unused.iter().filter(|field| !field.is_removed) {
                 if it.wants(type_of, field.name) {
                     it.reject(field.name, reason);
@@ -363,10 +347,9 @@ impl State {
         } else if !is_superseded {
             self.types.entry(type_of).or_default().version = response.version;
             if response.is_first && !keeps_others {
-                let has = |name: &NameDigest| {
+                self.is_whole_due |= self.store.retain(type_of, |name| {
                     it.accepted.contains(name) || it.rejected.contains_key(name)
-                };
-                self.is_whole_due |= self.store.retain(type_of, has);
+                });
             }
         }
         let has_rejected = !self.view(pid).of(type_of).rejected.is_empty();
@@ -415,9 +398,8 @@ impl State {
             }
             let record = self.types.get(&type_of).cloned().unwrap_or_default();
             let current = record.rejected.unwrap_or(self.current);
-            let version = record.version;
             let names = due.clone();
-            match rejected::read(&mut self.store, &version, type_of, due, current) {
+            match rejected::read(&mut self.store, &record.version, type_of, due, current) {
                 Ok(Some(found)) => {
                     let view = self.view(pid);
                     view.has_sent_stored = true;
@@ -439,13 +421,12 @@ impl State {
     /// Records and logs that Envoy has stored versions instead of istiod's, or that it has rejected them as well.
     pub(super) fn answer_stored(&mut self, pid: i32, stored: Stored, rejection: Option<&str>) {
         let type_of = stored.type_of;
-        let digest = |it: &StoredResource| NameDigest::of(it.name.as_bytes());
-        let names: HashSet<_> = stored.resources.iter().map(digest).collect();
+        let names: HashSet<_> = stored.resources.iter().map(StoredResource::digest).collect();
         let found = rejection.map(|reason| rejected(reason, &names));
-        let is_rejected =
-            |it: &StoredResource| found.as_ref().is_some_and(|found| found.contains(&digest(it)));
-        let (rejected, accepted): (Vec<_>, Vec<_>) =
-            stored.resources.into_iter().partition(is_rejected);
+        let (rejected, accepted): (Vec<_>, Vec<_>) = stored
+            .resources
+            .into_iter()
+            .partition(|it| found.as_ref().is_some_and(|found| found.contains(&it.digest())));
         if let Some(reason) = rejection {
             let reason = shortened(reason);
             let subject = subject(type_of.url(), &rejected);
@@ -455,7 +436,7 @@ impl State {
             return;
         }
         tracing::error!(target: "xdsproxy", "{}", problem(type_of.url(), &accepted));
-        self.view(pid).of(type_of).accepted.extend(accepted.iter().map(digest));
+        self.view(pid).of(type_of).accepted.extend(accepted.iter().map(StoredResource::digest));
         if self.is_newest(pid) {
             let resources = self.after_nack.entry(type_of).or_default();
             resources.retain(|old| accepted.iter().all(|new| new.name != old.name));
@@ -484,16 +465,11 @@ impl State {
         if !self.is_newest(pid) {
             return;
         }
-        let Some(resources) = self.after_nack.get_mut(&type_of) else {
-            return;
-        };
-        let Some(view) = self.views.get_mut(&pid) else {
-            return;
-        };
+        let Some(resources) = self.after_nack.get_mut(&type_of) else { return };
+        let Some(view) = self.views.get_mut(&pid) else { return };
         let rejected = &view.of(type_of).rejected;
-        let ended: Vec<_> = resources
-            .extract_if(.., |it| !rejected.contains_key(&NameDigest::of(it.name.as_bytes())))
-            .collect();
+        let ended: Vec<_> =
+            resources.extract_if(.., |it| !rejected.contains_key(&it.digest())).collect();
         if resources.is_empty() {
             self.after_nack.remove(&type_of);
         }
@@ -528,8 +504,7 @@ impl State {
         name: NameDigest,
     ) -> Option<Place> {
         let unanswered = self.view(pid).of(type_of).unanswered.iter().rev();
-        let found = unanswered.flat_map(|it| &it.fields).find(|field| field.name == name);
-        match found {
+        match unanswered.flat_map(|it| &it.fields).find(|field| field.name == name) {
             Some(field) => (!field.is_removed).then_some(field.place),
             None => self.store.get(type_of, name),
         }
@@ -651,19 +626,12 @@ impl State {
             (self.dirty_since, self.not_before) = (None, None);
             return None;
         }
-        let newest = self.newest_view();
-        if newest.is_some_and(|(_, view)| view.is_current()) {
+        if self.newest_view().is_some_and(|(_, view)| view.is_current()) {
             self.current = unix_now();
         } else if self.dirty_since.is_none() && is_last {
             return None;
         }
-        let view = self.newest_view().map(|(_, view)| view);
-        let obstacle =
-            view.and_then(|view| view.obstacle(|type_of| self.has(type_of))).or_else(|| {
-                let is_needed = || "Envoy has not accepted clusters and listeners".to_owned();
-                (!self.can_serve()).then(is_needed)
-            });
-        if let Some(obstacle) = obstacle {
+        if let Some(obstacle) = self.obstacle() {
             let has_waited = self.dirty_since.is_some_and(|since| since.elapsed() > PATIENCE);
             if has_waited && !std::mem::replace(&mut self.has_said_obstacle, true) {
                 let current = self.written.values().map(|it| unix_rfc3339(it.current)).max();
@@ -692,6 +660,16 @@ impl State {
             types: types.map(|(type_of, it)| (type_of.url().to_owned(), it.clone())).collect(),
         };
         Some(Batch { is_whole, blocks: self.store.take_blocks(is_whole), record })
+    }
+
+    /// Says why nothing can be written now.
+    fn obstacle(&self) -> Option<String> {
+        if let Some((_, view)) = self.newest_view()
+            && let Some(obstacle) = view.obstacle(|type_of| self.has(type_of))
+        {
+            return Some(obstacle);
+        }
+        (!self.can_serve()).then(|| "Envoy has not accepted clusters and listeners".to_owned())
     }
 
     /// Takes the result of writing a batch. Returns an error that has to be logged.

@@ -99,14 +99,14 @@ impl Piece {
     /// Decompresses the block, and returns the fields in parts of at most [`BLOCK`] bytes.
     pub(super) fn parts(self) -> io::Result<impl Iterator<Item = io::Result<Vec<u8>>> + Send> {
         let mut position = 0;
-        let parts = decompress(self.data, self.length)?;
-        Ok(parts.map(move |part| {
+        Ok(decompress(self.data, self.length)?.map(move |part| {
             let part = part?;
             let begin = position;
             position += part.len();
             let mut fields = Vec::new();
             for range in &self.ranges {
-                let (start, end) = (range.start.max(begin), range.end.min(position));
+                let start = range.start.max(begin);
+                let end = range.end.min(position);
                 if start < end {
                     fields.extend_from_slice(&part[start - begin..end - begin]);
                 }
@@ -329,9 +329,7 @@ impl Store {
 
     /// Compresses a block, or frees it if nothing in it is in use.
     fn seal(&mut self, number: BlockNumber) {
-        let Some(mut block) = self.blocks.remove(&number) else {
-            return;
-        };
+        let Some(mut block) = self.blocks.remove(&number) else { return };
         if let Some(index) = self.types.get_mut(&block.type_of) {
             index.open.take_if(|open| *open == number);
             index.merged.take_if(|merged| *merged == number);
@@ -405,9 +403,7 @@ impl Store {
     /// Removes the resources of a type for which `keeps` returns false, without fields that say so. Returns true if there
     /// were any.
     pub(super) fn retain(&mut self, type_of: Type, keeps: impl Fn(&NameDigest) -> bool) -> bool {
-        let Some(index) = self.types.get_mut(&type_of) else {
-            return false;
-        };
+        let Some(index) = self.types.get_mut(&type_of) else { return false };
         let removed: Vec<_> = index.resources.extract_if(|name, _| !keeps(name)).collect();
         removed.iter().for_each(|(_, place)| self.release(*place));
         !removed.is_empty()
@@ -416,8 +412,7 @@ impl Store {
     /// Returns the blocks of these fields, in the order of their bytes, adjacent fields at once.
     pub(in crate::xds) fn pieces(&mut self, mut places: Vec<Place>) -> Vec<Piece> {
         places.sort_unstable();
-        let numbers = places.iter().map(|place| place.block);
-        for number in BTreeSet::from_iter(numbers) {
+        for number in BTreeSet::from_iter(places.iter().map(|place| place.block)) {
             self.seal(number);
         }
         self.compressor = None;
@@ -448,14 +443,13 @@ impl Store {
     /// Merges a block of which less than half is in use into another one, if there are several of its type. Returns true
     /// if there is more to merge. Blocks that are to be written to the file stay.
     pub(super) fn compact(&mut self, is_stored: bool) -> io::Result<bool> {
+        let mut used = BTreeMap::<BlockNumber, u32>::new();
         if !is_stored {
             self.release_removals();
-        }
-        // Without a file, fields of unanswered responses may be in any block.
-        let mut used = BTreeMap::<BlockNumber, u32>::new();
-        let places = self.types.values().flat_map(|index| index.resources.values());
-        for place in places.filter(|_| !is_stored) {
-            *used.entry(place.block).or_default() += place.length;
+            // Fields of unanswered responses may be in any block.
+            for place in self.types.values().flat_map(|index| index.resources.values()) {
+                *used.entry(place.block).or_default() += place.length;
+            }
         }
         let mut sparse = BTreeMap::<Type, Vec<BlockNumber>>::new();
         for (number, block) in &self.blocks {
@@ -514,8 +508,8 @@ impl Store {
             {
                 used.sort_unstable();
                 block.is_written = block.used == length;
-                let (type_of, length, data) = (block.type_of, block.length, joined(data));
-                taken.push(StoredBlock { type_of, data, length, used });
+                let Block { type_of, length, .. } = *block;
+                taken.push(StoredBlock { type_of, data: joined(data), length, used });
             }
         }
         self.release_removals();

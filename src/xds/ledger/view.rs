@@ -256,8 +256,7 @@ impl View {
             it.lacking.remove(&name);
         }
         for name in added.filter(|name| !it.accepted.contains(name)) {
-            let waiting = Waiting { since: Instant::now(), needs_stored };
-            it.waiting.entry(name).or_insert(waiting);
+            it.waiting.entry(name).or_insert(Waiting { since: Instant::now(), needs_stored });
         }
     }
 }
@@ -354,8 +353,7 @@ impl TypeView {
     /// Names that Envoy rejects are not awaited from istiod.
     pub(super) fn reject(&mut self, name: NameDigest, reason: &Arc<str>) {
         self.waiting.remove(&name);
-        let rejection = Rejection { reason: reason.clone(), is_handled: false };
-        self.rejected.insert(name, rejection);
+        self.rejected.insert(name, Rejection { reason: reason.clone(), is_handled: false });
     }
 }
 

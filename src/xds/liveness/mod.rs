@@ -127,7 +127,8 @@ impl Liveness {
         let Ok(it) = request.subscription() else { return };
         let ended = it.unsubscribed.iter().map(|name| NameDigest::of(name)).collect();
         self.end(type_url, &ended, None);
-        let (initial, mut names) = (it.initial_names(), it.names);
+        let initial = it.initial_names();
+        let mut names = it.names;
         let is_wildcard = [CLUSTER, LISTENER].contains(&type_url);
         if is_wildcard && names.is_empty() && ended.is_empty() && request.nonce.is_empty() {
             names.push(Bytes::from_static(b"*"));

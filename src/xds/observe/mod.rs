@@ -223,8 +223,7 @@ impl Observer {
     /// Records a response.
     pub(super) fn record_response(&self, received: Received, source: Source) {
         self.metrics.responses.inc();
-        let mut table = self.table.lock();
-        table.entry(&received.type_url).record_response(received, source);
+        self.table.lock().entry(&received.type_url).record_response(received, source);
     }
 
     /// Records a request of the client, and the ACK or NACK in it.
@@ -260,8 +259,7 @@ impl Table {
 
 /// Converts a time to seconds of Unix time, at least 0.
 fn unix_seconds(time: SystemTime) -> f64 {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH);
-    since.unwrap_or_default().as_secs_f64()
+    time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
 /// Returns the beginning of a text, at most [`MAX_TEXT`] bytes.

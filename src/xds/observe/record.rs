@@ -152,16 +152,13 @@ impl Snapshot {
                 None => format!("{name}: not asked for, because Envoy waits for its clusters"),
             }
         });
-        let code = codes::LISTENERS_MISSING;
-        Some(Problem::new(code, "discovery", states.join("; ")))
+        Some(Problem::new(codes::LISTENERS_MISSING, "discovery", states.join("; ")))
     }
 
     /// Returns the number of listeners that Envoy has. Returns None if it is not known, because Envoy has not answered or
     /// has rejected some.
     fn listeners(&self) -> Option<usize> {
-        let Some(seen) = self.types.get(LISTENER) else {
-            return Some(0);
-        };
+        let Some(seen) = self.types.get(LISTENER) else { return Some(0) };
         match &seen.last_response {
             None => Some(0),
             Some(response) if seen.is_rejected || !response.answered => None,
@@ -175,12 +172,12 @@ impl Snapshot {
     /// Lists types whose last response was rejected, with Envoy's reason, which names the resources, and types
     /// with stored versions in place of rejected ones.
     pub fn rejections(&self) -> Vec<Problem> {
-        let resources = self.after_nack.iter();
-        let stored = resources.map(|(type_url, it)| rejected::problem(type_url, it));
+        let stored = self.after_nack.iter().map(|(type_url, it)| rejected::problem(type_url, it));
         let rejected = self.types.iter().filter_map(|(url, seen)| {
-            let response = seen.last_response.as_ref();
-            let response = response.filter(|it| it.answered && seen.is_rejected)?;
-            let (version, nack) = (&response.version, seen.last_nack.as_ref()?);
+            let response =
+                seen.last_response.as_ref().filter(|it| it.answered && seen.is_rejected)?;
+            let version = &response.version;
+            let nack = seen.last_nack.as_ref()?;
             let names = self.rejected.get(&**url).map(|names| names.join(", "));
             let names = names.map(|names| format!(" ({names})")).unwrap_or_default();
             let found = format!("version {version} at {}{names}: {}", nack.at, nack.reason);
@@ -221,8 +218,10 @@ pub(super) struct Unanswered {
 impl Type {
     /// Records a response, which then waits for its ACK.
     pub(super) fn record_response(&mut self, response: Received, source: Source) {
-        let (at, received) = (SystemTime::now(), Instant::now());
-        let (version, nonce) = (cut(response.version), cut(response.nonce));
+        let at = SystemTime::now();
+        let received = Instant::now();
+        let version = cut(response.version);
+        let nonce = cut(response.nonce);
         self.seen.consumer = Some(response.consumer);
         self.seen.responses += 1;
         self.seen.bytes += response.bytes;
@@ -250,8 +249,7 @@ impl Type {
         nonce: &str,
         nack: Option<&str>,
     ) -> Option<Duration> {
-        let mut waiting = self.unanswered.iter();
-        let index = waiting.position(|response| response.nonce == beginning(nonce));
+        let index = self.unanswered.iter().position(|response| response.nonce == beginning(nonce));
         let response = index.and_then(|index| self.unanswered.drain(..=index).next_back());
         if response.is_some()
             && self.unanswered.is_empty()

@@ -4,7 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 
-use crate::xds::request::Request;
+use crate::xds::request::{Request, Subscription};
 use crate::xds::{ENDPOINTS, Protocol};
 
 const OUTBOUND: &[u8] = b"outbound|";
@@ -24,8 +24,7 @@ impl Services {
         if request.type_url != ENDPOINTS {
             return None;
         }
-        let subscription = request.subscription().ok()?;
-        let (names, unsubscribed) = (subscription.names, subscription.unsubscribed);
+        let Subscription { names, unsubscribed, .. } = request.subscription().ok()?;
         match protocol {
             Protocol::Sotw => self.hosts.clear(),
             Protocol::Delta if names.is_empty() && unsubscribed.is_empty() => return None,
@@ -37,8 +36,8 @@ impl Services {
         }
         for name in names.iter().filter(|name| name.starts_with(OUTBOUND)) {
             let host = name.rsplit(|byte| *byte == b'|').next();
-            let (cluster, host) = (self.hasher.hash_one(&**name), self.hasher.hash_one(host));
-            self.hosts.insert(cluster, host);
+            let cluster = self.hasher.hash_one(&**name);
+            self.hosts.insert(cluster, self.hasher.hash_one(host));
         }
         Some(self.hosts.values().collect::<HashSet<_>>().len())
     }

@@ -96,8 +96,7 @@ impl Catalog {
     /// the place of one that was asked for.
     pub(super) fn note_named(&mut self, name: &str) {
         if self.used.len() < MAX_USED {
-            let digest = NameDigest::of(name.as_bytes());
-            self.used.entry(digest).or_insert_with(|| name.to_owned());
+            self.used.entry(NameDigest::of(name.as_bytes())).or_insert_with(|| name.to_owned());
         }
     }
 

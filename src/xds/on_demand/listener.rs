@@ -221,7 +221,8 @@ impl<'a> Message<'a> {
 
     /// Reads the message that is at `range` of the response.
     fn read(response: &'a [u8], Range { start, end }: Range<usize>) -> Result<Self, Malformed> {
-        let (mut rest, mut fields) = (&response[start..end], Vec::new());
+        let mut rest = &response[start..end];
+        let mut fields = Vec::new();
         while !rest.is_empty() {
             let start = end - rest.len();
             let mut after_tag = rest;
@@ -284,9 +285,8 @@ impl<'a> Message<'a> {
 
     /// Returns the number in the last varint field with this number.
     pub(super) fn varint(&self, number: u32) -> Option<u64> {
-        let is_varint = |field: &&Field| field.wire_type == WireType::Varint;
-        let mut fields = self.fields.iter().rev().filter(is_varint);
-        let field = fields.find(|field| field.number == number)?;
+        let mut fields = self.fields.iter().rev();
+        let field = fields.find(|it| it.number == number && it.wire_type == WireType::Varint)?;
         decode_varint(&mut &self.response[field.varint.clone()]).ok()
     }
 }
@@ -403,7 +403,8 @@ impl Rewriter<'_> {
     /// Inserts the two HTTP filters into an HTTP connection manager. Returns by how many bytes it grows, or None if it
     /// cannot get them; the name of its route table is collected then.
     fn insert_http_filters(&mut self, manager: &Message) -> Result<Option<usize>, Malformed> {
-        let (first, last) = (manager.all(HTTP_FILTERS).next(), manager.all(HTTP_FILTERS).last());
+        let first = manager.all(HTTP_FILTERS).next();
+        let last = manager.all(HTTP_FILTERS).last();
         if let (Some(first), Some(last)) = (first, last)
             && self.is_outbound
             && self.is_router(last)?
@@ -464,7 +465,8 @@ impl Rewriter<'_> {
             exempt.clear();
         }
         exempt.push(range.end..range.end);
-        let (mut mentions, mut start) = (Vec::new(), range.start);
+        let mut mentions = Vec::new();
+        let mut start = range.start;
         for field in exempt {
             mention::find(&self.response[start..field.start], |text| mentions.push(text.into()));
             start = field.end;

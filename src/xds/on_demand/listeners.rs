@@ -55,10 +55,10 @@ impl OnDemand {
     ) -> Result<Option<Bytes>, Status> {
         let cache = self.cache.clone();
         let mut state = cache.lock();
-        let is_plain = |name: &str| state.catalog.is_plain(name);
-        let rewritten = listener::rewrite(message, is_plain).map_err(|error| {
-            Status::internal(format!("discovery response from istiod: listeners: {error}"))
-        })?;
+        let rewritten =
+            listener::rewrite(message, |name| state.catalog.is_plain(name)).map_err(|error| {
+                Status::internal(format!("discovery response from istiod: listeners: {error}"))
+            })?;
         let mut listeners = Vec::new();
         for listener in rewritten.listeners {
             for mention in listener.mentions {
@@ -69,7 +69,8 @@ impl OnDemand {
             listeners.push((NameDigest::of(listener.name.as_bytes()), original));
         }
         if listeners.iter().any(|(_, original)| original.is_some()) {
-            let (nonce, version) = (received.nonce.clone(), received.version.clone());
+            let nonce = received.nonce.clone();
+            let version = received.version.clone();
             self.rewritten.push_back(Rewritten { nonce, version, listeners });
         }
         // Later listeners do not overtake the first ones.
@@ -100,13 +101,11 @@ impl OnDemand {
     /// gets the answer to its own, which Envoy gets now.
     pub(in crate::xds) fn read_listeners_request(&mut self, request: &Request) -> bool {
         self.is_ready |= !request.nonce.is_empty();
-        let is_own = |it: &Originals| it.nonce == request.nonce;
-        if let Some(index) = self.originals.iter().position(is_own) {
+        if let Some(index) = self.originals.iter().position(|it| it.nonce == request.nonce) {
             let answered = self.originals.drain(..=index).next_back();
             let rejection = request.rejection.as_deref().map(shortened);
             if let Some(Originals { response, rejection: other, .. }) = answered {
-                let problem = rejection.or(other);
-                self.send_ack_or_nack(LISTENER, &response, problem.as_deref());
+                self.send_ack_or_nack(LISTENER, &response, rejection.or(other).as_deref());
             }
             return false;
         }
@@ -117,7 +116,9 @@ impl OnDemand {
         };
         let names = answered.listeners.iter().map(|(name, _)| *name).collect();
         let rejected = rejected(reason, &names);
-        let (mut originals, mut fields, mut rejects_others) = (Vec::new(), Vec::new(), false);
+        let mut originals = Vec::new();
+        let mut fields = Vec::new();
+        let mut rejects_others = false;
         let cache = self.cache.clone();
         let mut state = cache.lock();
         for (name, original) in answered.listeners {
@@ -142,8 +143,7 @@ impl OnDemand {
         tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
         state.catalog.rejected_listeners = Some(reason.clone());
         self.offer_mentioned(&mut state);
-        let version = &answered.version;
-        let nonce = self.respond(&mut state, Type::LISTENER, version, &originals, fields);
+        let nonce = self.respond(&mut state, Type::LISTENER, &answered.version, &originals, fields);
         let rejection = rejects_others.then_some(reason);
         self.originals.push_back(Originals { nonce, response: answered.nonce, rejection });
         false

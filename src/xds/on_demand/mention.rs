@@ -30,8 +30,7 @@ impl Mention {
 
     /// Returns the longest beginning of the text that is a known name.
     pub(super) fn cluster(&self, is_known: impl Fn(&str) -> bool) -> Option<&str> {
-        let before_host = self.0.rfind('|')?;
-        let ends = (before_host..self.0.len()).rev();
+        let ends = (self.0.rfind('|')?..self.0.len()).rev();
         ends.filter_map(|last| self.0.get(..=last)).find(|name| is_known(name))
     }
 }
@@ -62,7 +61,9 @@ fn leading_text(bytes: &[u8]) -> Option<&str> {
     let length = bytes.iter().take(MAX_NAME).take_while(can_belong).count();
     let text = str::from_utf8(&bytes[..length]).ok()?;
     let mut parts = text.split('|').skip(1);
-    let (port, _subset, host) = (parts.next()?, parts.next()?, parts.next()?);
+    let port = parts.next()?;
+    let _subset = parts.next()?;
+    let host = parts.next()?;
     let is_port = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
     (is_port && !host.is_empty()).then_some(text)
 }

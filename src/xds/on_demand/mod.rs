@@ -181,7 +181,8 @@ impl Offer {
             Status::internal(format!("discovery response from istiod: clusters: {error}"))
         };
         let decoded = Resources::decode(message.clone()).map_err(|it| malformed(it.to_string()))?;
-        let (mut walker, mut ranges) = (Walker::finder(message.len() as u64), Vec::new());
+        let mut walker = Walker::finder(message.len() as u64);
+        let mut ranges = Vec::new();
         let walked = walker.find(message, |ResourceField { range, is_removed, .. }| {
             if !is_removed {
                 ranges.push(range.start as usize..range.end as usize);
@@ -274,9 +275,7 @@ impl OnDemand {
         if !is_forwarded || !request.nonce.starts_with(NONCE) {
             return is_forwarded;
         }
-        let Some(frame) = without_nonce(&request.frame) else {
-            return false;
-        };
+        let Some(frame) = without_nonce(&request.frame) else { return false };
         request.frame = frame;
         true
     }
@@ -288,9 +287,7 @@ impl OnDemand {
 
     /// Takes a request of Envoy for clusters. istiod gets the first one, changed, and later ones only as ACK or NACK.
     fn read_clusters_request(&mut self, request: &Request) {
-        let Ok(subscription) = request.subscription() else {
-            return;
-        };
+        let Ok(subscription) = request.subscription() else { return };
         if !std::mem::replace(&mut self.has_begun, true) {
             let first = self.first_request(&subscription);
             self.to_istiod.push(frame(&first.encode_to_vec()));
@@ -353,8 +350,7 @@ impl OnDemand {
             if self.is_wanted(state, &cluster) {
                 self.expected.insert(cluster.digest, name);
             } else {
-                let version = Bytes::copy_from_slice(&cluster.version);
-                versions.push(Version { name, version });
+                versions.push(Version { name, version: Bytes::copy_from_slice(&cluster.version) });
             }
         });
         let names = subscription.names.iter().filter(|name| ***name == *b"*").cloned();
@@ -372,9 +368,7 @@ impl OnDemand {
         let mut state = cache.lock();
         let mut known = Vec::new();
         for name in names {
-            let Some(text) = self.asked.get(name) else {
-                continue;
-            };
+            let Some(text) = self.asked.get(name) else { continue };
             if self.is_known(&state, *name) {
                 state.catalog.note_used(&String::from_utf8_lossy(text));
                 state.mark_dirty();
@@ -484,8 +478,10 @@ impl OnDemand {
             }
         }
         if is_first {
-            for name in std::mem::take(&mut self.expected).values().filter(|_| is_newest) {
-                remove(&mut state, name);
+            for name in std::mem::take(&mut self.expected).values() {
+                if is_newest {
+                    remove(&mut state, name);
+                }
             }
             let unknown = self.asked.iter().filter(|(name, _)| {
                 !self.sent.contains(*name) && state.store.get(Type::CLUSTER, **name).is_none()
@@ -495,8 +491,7 @@ impl OnDemand {
         }
         let ready = self.hold_back(&mut state, wanted, is_newest);
         if is_first || !ready.is_empty() || !gone.is_empty() {
-            let response = Some(received.nonce.clone());
-            self.send(&mut state, &received.version, response, ready, gone);
+            self.send(&mut state, &received.version, Some(received.nonce.clone()), ready, gone);
         } else {
             self.send_ack_or_nack(CLUSTER, &received.nonce, None);
         }
@@ -525,7 +520,8 @@ impl OnDemand {
         clusters: Vec<Offer>,
         is_newest: bool,
     ) -> Vec<Offer> {
-        let (mut ready, mut missing) = (Vec::new(), Missing::new());
+        let mut ready = Vec::new();
+        let mut missing = Missing::new();
         for cluster in clusters {
             match self.need(state, &cluster, &mut missing) {
                 None => {
@@ -553,8 +549,7 @@ impl OnDemand {
         }
         let read = state.read_newest(self.cache.pid(), Type::CLUSTER, names);
         let read = read.map_err(|error| Status::internal(error.to_string()));
-        let found = read.and_then(|(bytes, version)| Ok((Offer::all(&bytes.into())?.0, version)));
-        match found {
+        match read.and_then(|(bytes, version)| Ok((Offer::all(&bytes.into())?.0, version))) {
             Ok((clusters, version)) => {
                 let ready = self.hold_back(state, clusters, false);
                 if !ready.is_empty() {
@@ -594,8 +589,11 @@ impl OnDemand {
         clusters: Vec<Offer>,
         removed: Vec<Bytes>,
     ) {
-        let (mut bytes, mut fields, mut new) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut repeated, mut unasked) = (Vec::new(), Vec::new());
+        let mut bytes = Vec::new();
+        let mut fields = Vec::new();
+        let mut new = Vec::new();
+        let mut repeated = Vec::new();
+        let mut unasked = Vec::new();
         for cluster in clusters {
             self.note_sent(state, &cluster);
             bytes.extend_from_slice(&cluster.field);
@@ -680,17 +678,16 @@ impl OnDemand {
     /// Takes a request of Envoy for endpoints. Those that the ledger has are sent at once: istiod does not answer for names
     /// that the agent has subscribed to before.
     fn read_endpoints_request(&mut self, request: &Request) {
-        let Ok(subscription) = request.subscription() else {
-            return;
-        };
+        let Ok(subscription) = request.subscription() else { return };
         self.has_endpoints = true;
         for name in &subscription.unsubscribed {
             let digest = NameDigest::of(name);
             self.subscribed.remove(&digest);
             self.open.remove(&digest);
         }
-        let initial = subscription.initial_resource_versions.iter();
-        let had: HashSet<_> = initial
+        let had: HashSet<_> = subscription
+            .initial_resource_versions
+            .iter()
             .filter_map(|entry| Version::decode(entry.clone()).ok())
             .map(|it| NameDigest::of(&it.name))
             .collect();
@@ -772,8 +769,7 @@ fn append_endpoints(state: &mut State, message: &[u8]) -> Vec<Field> {
 
 /// Calls `each` for all stored clusters.
 fn each_stored(state: &mut State, mut each: impl FnMut(&State, Offer)) {
-    let places = state.store.all(Type::CLUSTER);
-    for piece in state.store.pieces(places) {
+    for piece in state.store.pieces(state.store.all(Type::CLUSTER)) {
         let bytes = piece.bytes().map(Bytes::from).map_err(|it| Status::internal(it.to_string()));
         match bytes.and_then(|bytes| Offer::all(&bytes)) {
             Ok((clusters, _)) => clusters.into_iter().for_each(|cluster| each(state, cluster)),

@@ -133,8 +133,8 @@ impl OnDemand {
             let version = NameDigest::of(&cluster.field);
             if self.lookups.done.get(&cluster.digest) != Some(&version) {
                 if self.held.get(&cluster.digest) != Some(&Need::Lookup(version)) {
-                    let (cluster, hosts) = (cluster.digest, hosts.clone());
-                    self.lookups.start(Lookup { cluster, version, hosts });
+                    let hosts = hosts.clone();
+                    self.lookups.start(Lookup { cluster: cluster.digest, version, hosts });
                 }
                 return Some(Need::Lookup(version));
             }

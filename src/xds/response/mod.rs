@@ -120,8 +120,7 @@ impl ResponseReader {
 
     /// Returns true after a part of a passing message, when no other message may be sent.
     pub fn is_passing(&self) -> bool {
-        let message = self.message.as_ref();
-        message.is_some_and(|it| it.disposition == Some(Disposition::Pass))
+        self.message.as_ref().is_some_and(|it| it.disposition == Some(Disposition::Pass))
     }
 
     /// Returns true if the stream may end here.
@@ -173,9 +172,7 @@ impl ResponseReader {
         let mut head = [0; HEAD];
         let known = self.partial.len();
         let missing = HEAD - known;
-        let Some(rest) = bytes.get(..missing) else {
-            return Ok(None);
-        };
+        let Some(rest) = bytes.get(..missing) else { return Ok(None) };
         head[..known].copy_from_slice(&self.partial);
         head[known..].copy_from_slice(rest);
         let [flag, length @ ..] = head;
@@ -259,8 +256,7 @@ impl Message {
         if self.is_malformed {
             return Ok(());
         }
-        let names = &mut self.names;
-        let read = self.walker.find(body, |field| names.extend([field.name]));
+        let read = self.walker.find(body, |field| self.names.extend([field.name]));
         match (read, self.disposition) {
             (Ok(()), _) => {}
             (Err(_), Some(Disposition::Pass | Disposition::Withhold)) => self.is_malformed = true,

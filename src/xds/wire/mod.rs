@@ -207,7 +207,8 @@ impl Walker {
 
     /// Returns the step that reads the value of a length-delimited field.
     fn begin_value(&mut self, number: u32, length: u64, end: u64) -> Result<Step, Malformed> {
-        let (fields, finds_names) = (&mut self.fields, self.name_hasher.is_some());
+        let fields = &mut self.fields;
+        let finds_names = self.name_hasher.is_some();
         let has_type = fields.resource_type.is_some();
         if (self.protocol, self.nested_ends.len(), number) == (Protocol::Delta, 0, REMOVED) {
             fields.removed = fields.removed.saturating_add(1);
