@@ -22,8 +22,8 @@ impl Agent {
         stop: &Stop,
     ) -> Result<Option<Health>, rustls::Error> {
         let Some(config) = self.config.health.clone() else { return Ok(None) };
-        let envoy = envoy.map(Envoy::report);
-        let (health, checks) = health::new(config, envoy, stop.requested(), &self.metrics)?;
+        let (health, checks) =
+            health::new(config, envoy.map(Envoy::report), stop.requested(), &self.metrics)?;
         self.spawn_until_shutdown("health checks", checks);
         Ok(Some(health))
     }

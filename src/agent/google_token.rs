@@ -56,8 +56,7 @@ async fn refresh(
     replace_file(&config.path, token.as_bytes(), 0o640).map_err(|error| {
         Problem::new(code, "Encountered error when writing vm identity token", error)
     })?;
-    let claims = token::claims(token.as_bytes());
-    let expiry = claims.and_then(|claims| claims.expiry());
+    let expiry = token::claims(token.as_bytes()).and_then(|claims| claims.expiry());
     let wait = expiry.and_then(|end| end.duration_since(clock.after(RENEWAL_MARGIN)).ok());
     Ok(wait.unwrap_or_default().max(MIN_USE))
 }

@@ -97,8 +97,8 @@ pub async fn run(
         }
         let listener = detected.bind(&config)?;
         detected.add_to(&mut config.bootstrap, &config.sds_socket);
-        let bound = (ports, listener);
-        let agent = Agent::build(config, bound, detected, settings, milestones, &stop, pair)?;
+        let agent =
+            Agent::build(config, (ports, listener), detected, settings, milestones, &stop, pair)?;
         if serves {
             handover::link(&agent.config)?;
         }
@@ -351,8 +351,8 @@ impl Agent {
     /// Spawns the task that renews the token for istiod, if Google's metadata service issues it.
     fn google_token(&mut self) {
         if let Some(token) = self.config.google_token.clone() {
-            let platform = self.config.platform.clone();
-            let fetching = google_token::keep_fresh(token, platform, Clock::system());
+            let fetching =
+                google_token::keep_fresh(token, self.config.platform.clone(), Clock::system());
             self.spawn_until_shutdown("token fetcher", async move { match fetching.await {} });
         }
     }
@@ -480,8 +480,7 @@ impl Agent {
         name: &'static str,
         task: impl Future<Output = ()> + Send + 'static,
     ) {
-        let until_shutdown = self.shutdown.clone().run_until_cancelled_owned(Box::pin(task));
-        self.spawn(name, until_shutdown.map(drop));
+        self.spawn(name, self.shutdown.clone().run_until_cancelled_owned(Box::pin(task)).map(drop));
     }
 }
 

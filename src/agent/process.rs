@@ -34,8 +34,7 @@ pub(super) fn disable_core_dumps() {
 /// Raises the soft limit of open files to the hard one, as Go's runtime does. Envoy inherits it.
 pub(super) fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
-    let current = limit.maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current, ..limit }) {
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
         tracing::warn!("cannot raise the limit of open files: {error}");
     }
 }

@@ -172,15 +172,13 @@ impl Channel {
                 return Ok(serde_json::from_slice(&line)?);
             }
             if self.received.len() > MAX_MESSAGE {
-                let found = format!("a message has more than {MAX_MESSAGE} bytes");
-                return Err(io::Error::new(io::ErrorKind::InvalidData, found));
+                return Err(invalid(format!("a message has more than {MAX_MESSAGE} bytes")));
             }
             let Self { stream, received, descriptors, .. } = self;
             let length =
                 stream.async_io(Interest::READABLE, || read(stream, received, descriptors)).await?;
             if self.descriptors.len() > self.max_descriptors {
-                let found = format!("more than {} descriptors", self.max_descriptors);
-                return Err(io::Error::new(io::ErrorKind::InvalidData, found));
+                return Err(invalid(format!("more than {} descriptors", self.max_descriptors)));
             }
             if length == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
@@ -200,6 +198,10 @@ impl Channel {
     pub fn take_descriptors(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.descriptors)
     }
+}
+
+fn invalid(found: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, found)
 }
 
 /// Sends bytes and descriptors. Returns the number of bytes that were sent.

@@ -70,7 +70,7 @@ impl Inputs {
 
     /// Makes the first Envoy take over from one in another container. Must be called once, before it starts.
     pub(super) fn adopt(&self, takeover: Takeover, override_json: String) {
-        // The handover that calls this begins once.
+        // An agent takes over at most once.
         let _ = self.adopted.set((takeover, override_json));
     }
 
@@ -136,8 +136,9 @@ impl Inputs {
     /// Rejects changes of fixed settings, and files that were usable at the agent's start and are not any more.
     fn check(&self, config: &Config) -> Result<(), BoxError> {
         let first = &self.first;
-        let mut settings = fixed(first).into_iter().zip(fixed(config));
-        if let Some(((name, _), _)) = settings.find(|(before, now)| before != now) {
+        if let Some(((name, _), _)) =
+            fixed(first).into_iter().zip(fixed(config)).find(|(before, now)| before != now)
+        {
             return Err(fixed_error(name).into());
         }
         // A file that cannot be used is tolerated only if it could not be used at the start either.

@@ -434,8 +434,10 @@ impl EnvoyCache {
 
     /// Returns how long Envoy waits for istiod's first response before it is served; None if it is no longer served.
     pub(super) fn max_wait_for_istiod(&self) -> Option<Duration> {
-        let no_longer_served = self.lock().view(self.pid).no_longer_served;
-        (!no_longer_served).then(|| self.ledger.0.config.after.max(MIN_WAIT))
+        if self.lock().view(self.pid).no_longer_served {
+            return None;
+        }
+        Some(self.ledger.0.config.after.max(MIN_WAIT))
     }
 
     /// Returns true if resources of all needed types are stored.

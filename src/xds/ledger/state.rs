@@ -60,7 +60,7 @@ pub(in crate::xds) struct State {
     identity: Option<String>,
     types: BTreeMap<Type, TypeRecord>,
     /// The last time at which istiod's stream was known to be open, in seconds of Unix time.
-    current: u64,
+    pub(super) current: u64,
     /// Changes whenever the store is dropped, after which earlier places are not valid.
     pub(in crate::xds) store_number: usize,
     /// The views of Envoys, by the ids of their processes.
@@ -268,8 +268,9 @@ impl State {
         let reason = rejection.map(|it| Arc::<str>::from(shortened(it)));
         let it = self.view(pid).of(type_of);
         let first = it.unanswered.front().and_then(|it| find(&it.fields));
-        let rejects = |field: &Field| first.as_ref().is_some_and(|it| it.contains(&field.name));
-        let (response, unused) = it.take_answered(nonce, rejects);
+        let (response, unused) = it.take_answered(nonce, |field| {
+            first.as_ref().is_some_and(|it| it.contains(&field.name))
+        });
         if response.is_none()
             && let Some(reason) = &reason
         {
@@ -294,11 +295,10 @@ impl State {
         response: Response,
         rejected: Option<(Rejected, Arc<str>)>,
     ) {
-        let is_rejected = |field: &&Field| {
+        let lacking = response.fields.iter().filter(|field| {
             rejected.as_ref().is_some_and(|(it, _)| !field.is_removed && it.contains(&field.name))
-        };
-        let lacking = response.fields.iter().filter(is_rejected).take(MAX_NAMES);
-        let lacking = Vec::from_iter(lacking.map(|field| field.place));
+        });
+        let lacking = Vec::from_iter(lacking.take(MAX_NAMES).map(|field| field.place));
         if lacking.is_empty() {
             self.rejected.remove(&type_of);
         } else if let Ok(names) = rejected::names(self.store.pieces(lacking)) {
@@ -530,21 +530,6 @@ impl State {
     /// Returns true for a type of which a response has been accepted. It may have no resources.
     pub(super) fn has(&self, type_of: Type) -> bool {
         self.types.contains_key(&type_of)
-    }
-
-    #[cfg(test)]
-    pub(super) fn is_unused(&self) -> bool {
-        self.store.is_empty()
-    }
-
-    #[cfg(test)]
-    pub(super) fn make_older(&mut self, seconds: u64) {
-        self.current -= seconds;
-    }
-
-    #[cfg(test)]
-    pub(super) fn memory(&self) -> usize {
-        self.store.memory()
     }
 
     pub(in crate::xds) fn mark_dirty(&mut self) {

@@ -145,8 +145,8 @@ impl View {
 
     /// Returns true if istiod's stream is known to be open, and Envoy has answered what it needs on it.
     pub(super) fn is_current(&self) -> bool {
-        let has_answered = |it| self.types.get(&it).is_some_and(|it| it.has_answered);
-        self.is_live && NEEDED.into_iter().all(has_answered)
+        self.is_live
+            && NEEDED.into_iter().all(|it| self.types.get(&it).is_some_and(|it| it.has_answered))
     }
 
     /// Ends the stream. Returns the fields of responses that Envoy has not answered.
@@ -298,8 +298,8 @@ impl TypeView {
             // A field of a rejected response must not count as accepted with a later response.
             let oldest = first.number.wrapping_sub(first.older as u32);
             first.older -= 1;
-            let is_dropped = |field: &mut Field| field.response == oldest && rejects(field);
-            return (None, first.fields.extract_if(.., is_dropped).collect());
+            let dropped = first.fields.extract_if(.., |it| it.response == oldest && rejects(it));
+            return (None, dropped.collect());
         }
         let Some(index) = self.unanswered.iter().position(|it| it.nonce == nonce) else {
             return (None, Vec::new());

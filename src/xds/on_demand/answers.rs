@@ -233,13 +233,14 @@ impl OnDemand {
 
     /// Takes the nonce of endpoints that Envoy has answered. Withdraws the new clusters that it has not answered before.
     pub(super) fn withdraw(&mut self, nonce: &str) {
-        let is_late = |it: &&mut Answer| matches!(&it.kind, Kind::Late(sent) if sent == nonce);
         let mut new = Vec::new();
         let mut is_stuck = false;
-        for answer in self.answers.iter_mut().filter(is_late) {
-            answer.kind = Kind::Withdrawn;
-            new.extend_from_slice(&answer.new);
-            is_stuck = true;
+        for answer in &mut self.answers {
+            if matches!(&answer.kind, Kind::Late(sent) if sent == nonce) {
+                answer.kind = Kind::Withdrawn;
+                new.extend_from_slice(&answer.new);
+                is_stuck = true;
+            }
         }
         if !is_stuck {
             return;

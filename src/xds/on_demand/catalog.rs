@@ -67,11 +67,11 @@ impl Catalog {
 
     /// Returns true if another resource names this cluster.
     pub(super) fn is_mentioned(&self, cluster: &str, is_known: impl Fn(&str) -> bool) -> bool {
-        let is_this = |name: &str| name == cluster || is_known(name);
         // Texts that begin with the name follow it in the order of the set.
-        let mentions = self.mentions.range(Mention::from(cluster)..);
-        let mut mentions = mentions.take_while(|it| it.text().starts_with(cluster));
-        mentions.any(|it| it.cluster(is_this) == Some(cluster))
+        self.mentions
+            .range(Mention::from(cluster)..)
+            .take_while(|it| it.text().starts_with(cluster))
+            .any(|it| it.cluster(|name| name == cluster || is_known(name)) == Some(cluster))
     }
 
     pub(super) fn add_plain(&mut self, listener: NameDigest) {

@@ -133,8 +133,10 @@ pub(super) fn rewrite(
 ) -> Result<Rewritten, Malformed> {
     let mut rewriter = Rewriter { response: message, ..Default::default() };
     let response = Message::of(message)?;
-    let listeners = response.all(RESOURCES).map(|field| rewriter.rewrite(field, &is_plain));
-    let listeners = listeners.collect::<Result<_, _>>()?;
+    let listeners = response
+        .all(RESOURCES)
+        .map(|field| rewriter.rewrite(field, &is_plain))
+        .collect::<Result<_, _>>()?;
     Ok(Rewritten { message: rewriter.finish().unwrap_or_else(|| message.clone()), listeners })
 }
 

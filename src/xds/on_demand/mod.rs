@@ -793,11 +793,16 @@ pub(super) fn needed(state: &mut State) -> Vec<NameDigest> {
 }
 
 fn is_needed(state: &State, cluster: &Offer) -> bool {
-    let is_known =
-        |name: &str| state.store.get(Type::CLUSTER, NameDigest::of(name.as_bytes())).is_some();
     cluster.is_pinned_by_kind()
         || state.catalog.is_used(cluster.digest)
-        || state.catalog.is_mentioned(cluster.name(), is_known)
+        || is_mentioned(state, cluster)
+}
+
+/// Returns true if another resource names a cluster.
+fn is_mentioned(state: &State, cluster: &Offer) -> bool {
+    state.catalog.is_mentioned(cluster.name(), |name| {
+        state.store.get(Type::CLUSTER, NameDigest::of(name.as_bytes())).is_some()
+    })
 }
 
 /// Makes a cluster that Envoy was not offered the stored version.

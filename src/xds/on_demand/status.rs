@@ -7,7 +7,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::need::Need;
-use super::{Discovery, OUTBOUND, Offer, OnDemand};
+use super::{Discovery, OUTBOUND, Offer, OnDemand, is_mentioned};
 use crate::problem::{Problem, codes};
 use crate::xds::ledger::{State, Type};
 use crate::xds::wire::NameDigest;
@@ -145,15 +145,11 @@ impl Progress {
 impl OnDemand {
     /// Notes that a cluster is on its way to Envoy, or that Envoy has it.
     pub(super) fn note_sent(&mut self, state: &State, cluster: &Offer) {
-        let is_known =
-            |name: &str| state.store.get(Type::CLUSTER, NameDigest::of(name.as_bytes())).is_some();
         let is_outbound = cluster.name.starts_with(OUTBOUND.as_bytes());
         let reason = match &cluster.facts.discovery {
             Discovery::Endpoints(_) if !is_outbound => Reason::Kind,
             Discovery::Endpoints(_) if !cluster.facts.secrets.is_empty() => Reason::Secret,
-            Discovery::Endpoints(_) if state.catalog.is_mentioned(cluster.name(), is_known) => {
-                Reason::Named
-            }
+            Discovery::Endpoints(_) if is_mentioned(state, cluster) => Reason::Named,
             Discovery::Endpoints(_) => Reason::Used,
             Discovery::Dns(_) | Discovery::Other => Reason::Kind,
         };

@@ -80,8 +80,10 @@ impl OnDemand {
     /// Returns true if a request is the first one of an Envoy that cannot discover clusters, and logs the reason. Such an
     /// Envoy gets all clusters.
     pub(in crate::xds) fn is_unsupported(&self, request: &Request) -> bool {
-        let subscription = request.subscription().ok().filter(|_| !self.has_begun);
-        let Some(node) = subscription.and_then(|it| it.node) else {
+        if self.has_begun {
+            return false;
+        }
+        let Some(node) = request.subscription().ok().and_then(|it| it.node) else {
             return false;
         };
         let support = Support::of(&node);

@@ -150,8 +150,9 @@ impl ResponseReader {
                         out(Output::Begins { type_url, length: message.length as u64 });
                     }
                     let begun = std::mem::take(&mut self.partial).freeze();
-                    let parts = [begun, part].into_iter().filter(|part| !part.is_empty());
-                    parts.for_each(|part| out(Output::Pass(part)));
+                    for part in [begun, part].into_iter().filter(|part| !part.is_empty()) {
+                        out(Output::Pass(part));
+                    }
                 }
                 Some(Disposition::Withhold) => self.partial = BytesMut::new(),
                 Some(Disposition::Intercept(_) | Disposition::Replace) | None => {

@@ -373,7 +373,7 @@ async fn a_stream_that_ends_before_envoy_has_all_changes_neither_file_nor_age() 
     pod.accept_first(&resources(&[("a", "1")]));
     assert!(pod.write());
     let mut pod = Pod::start(parent.path());
-    pod.ledger.0.state.lock().make_older(1000);
+    pod.ledger.0.state.lock().current -= 1000;
     pod.subscribe_all();
     pod.accept(Type::CLUSTER, "1", &resources(&[("a", "2")]), &[]);
     pod.recorder.stop();
@@ -391,7 +391,7 @@ async fn nothing_is_recorded_if_the_directory_is_not_used() {
     let mut pod = Pod::start(parent.path());
     pod.ledger.0.state.lock().turn_off();
     pod.accept_first(&resources(&[("a", "1")]));
-    assert!(pod.ledger.0.state.lock().is_unused());
+    assert!(pod.ledger.0.state.lock().store.is_empty());
     assert_eq!(pod.ledger.snapshot(), None);
     // Zeros would say that Envoy has no listener.
     assert_eq!(pod.ledger.accepted(), BTreeMap::new());
@@ -692,7 +692,7 @@ async fn a_response_that_is_cut_off_by_a_newer_stream_leaves_nothing() {
     assert!(!pod.write());
     let mut state = pod.ledger.0.state.lock();
     state.read(Type::CLUSTER, None);
-    assert!(state.is_unused());
+    assert!(state.store.is_empty());
 }
 
 #[tokio::test(start_paused = true)]

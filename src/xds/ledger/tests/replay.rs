@@ -109,7 +109,7 @@ async fn what_is_too_old_or_of_another_node_or_missing_is_not_served() {
     assert_eq!(other, ": it is stored for another node");
     let max_age = Duration::from_secs(99);
     let cache = cache(Config { max_age, ..config(parent.path()) });
-    cache.ledger.0.state.lock().make_older(100);
+    cache.ledger.0.state.lock().current -= 100;
     let old = problem(cache, first("node")).await;
     assert!(old.ends_with("_MAX_AGE is 1 min 39 s"), "{old}");
 }

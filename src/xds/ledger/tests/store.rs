@@ -23,7 +23,7 @@ async fn a_resource_of_any_size_comes_out_as_it_went_in_whatever_the_chunks() {
             pod.accept(Type::CLUSTER, "2", &Resources::new(), &["a", "b", "c"]);
             assert!(pod.stored(Type::CLUSTER).is_empty());
             assert!(pod.write());
-            assert!(pod.ledger.0.state.lock().is_unused(), "{length} {chunk}");
+            assert!(pod.ledger.0.state.lock().store.is_empty(), "{length} {chunk}");
             assert!(in_file(parent.path()).is_empty());
         }
     }
@@ -38,11 +38,11 @@ async fn a_large_resource_that_is_sent_again_without_a_change_is_not_written_aga
     pod.accept_first(&all);
     assert!(pod.write());
     let length = || parent.path().join(DIRECTORY).join(FILE).metadata().unwrap().len();
-    let (before, memory) = (length(), pod.ledger.0.state.lock().memory());
+    let (before, memory) = (length(), pod.ledger.0.state.lock().store.memory());
     pod.accept(Type::CLUSTER, "2", &all, &[]);
     assert!(pod.write());
     assert!(length() < before + 4096, "a record only");
-    assert_eq!(pod.ledger.0.state.lock().memory(), memory);
+    assert_eq!(pod.ledger.0.state.lock().store.memory(), memory);
     // A change at the end of one.
     let changed = resources(&[("a", &format!("{}!", &a[..a.len() - 1])), ("b", &b)]);
     pod.accept(Type::CLUSTER, "3", &changed, &[]);
@@ -58,7 +58,8 @@ async fn blocks_do_not_pile_up_while_resources_change_and_the_file_stays_small()
     pod.accept_first(&all);
     assert!(pod.write());
     let file = parent.path().join(DIRECTORY).join(FILE);
-    let (first, memory) = (file.metadata().unwrap().len(), pod.ledger.0.state.lock().memory());
+    let (first, memory) =
+        (file.metadata().unwrap().len(), pod.ledger.0.state.lock().store.memory());
     for round in 0..1000 {
         let name = format!("name-{}", fastrand::usize(..500));
         let changed = resources(&[(&name, &content(400))]);
@@ -69,7 +70,8 @@ async fn blocks_do_not_pile_up_while_resources_change_and_the_file_stays_small()
         }
     }
     assert!(pod.write());
-    let (length, after) = (file.metadata().unwrap().len(), pod.ledger.0.state.lock().memory());
+    let (length, after) =
+        (file.metadata().unwrap().len(), pod.ledger.0.state.lock().store.memory());
     assert!(after < 2 * memory, "{memory} {after}");
     assert!(length < 4 * first + 64 * 1024, "{first} {length}");
     assert!(pod.stored(Type::CLUSTER) == all);
@@ -84,7 +86,7 @@ async fn blocks_do_not_pile_up_in_a_ledger_without_a_file() {
     let all: Resources = (0..500).map(|it| (format!("name-{it}"), content(400))).collect();
     pod.accept_first(&all);
     assert!(!pod.write());
-    let memory = pod.ledger.0.state.lock().memory();
+    let memory = pod.ledger.0.state.lock().store.memory();
     for round in 0..1000 {
         let name = format!("name-{}", fastrand::usize(..500));
         let changed = resources(&[(&name, &content(400))]);
@@ -94,7 +96,7 @@ async fn blocks_do_not_pile_up_in_a_ledger_without_a_file() {
         assert!(!pod.write());
         pod.ack(Type::CLUSTER, &format!("{round}-again"));
     }
-    let after = pod.ledger.0.state.lock().memory();
+    let after = pod.ledger.0.state.lock().store.memory();
     assert!(after < 2 * memory, "{memory} {after}");
     assert!(!parent.path().join(DIRECTORY).join(FILE).exists());
 }
