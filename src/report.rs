@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_findings_of_a_thing_the_one_that_names_an_object_is_listed() {
+    fn of_two_findings_the_one_that_names_an_object_is_listed() {
         let code = codes::ISTIOD_UNAUTHENTICATED;
         let (poor, rich) = ("Unauthenticated: denied", "serviceaccounts \"web\" not found");
         for (checks, level, found) in [

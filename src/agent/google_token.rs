@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_token_is_asked_for_by_audience_written_and_replaced_before_it_expires() {
+    async fn the_token_is_requested_by_audience_and_replaced_before_it_expires() {
         let clock = Clock::system();
         let end = clock.now() + Duration::from_secs(3600);
         let end = end.duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();

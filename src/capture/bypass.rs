@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn jumps_that_are_missing_and_rules_of_others_that_come_first_are_named() {
+    fn missing_jumps_and_preceding_foreign_rules_are_named() {
         use Chain::{Output, Prerouting};
         use Table::{Mangle, Nat};
         let ours = "-p tcp -j ISTIO_INBOUND";

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn not_found_is_an_answer_and_other_failures_are_errors_with_their_body() {
+    async fn not_found_is_an_answer_and_other_failures_are_errors() {
         let (result, output, _) =
             exchange("HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\ngone").await;
         result.expect("an answer");

@@ -27,7 +27,7 @@ fn flags_reach_envoy_and_may_switch_it_off() {
 }
 
 #[test]
-fn a_drain_is_timed_or_until_idle_and_ends_before_the_pods_grace_period() {
+fn a_drain_ends_before_the_pods_grace_period_timed_or_until_idle() {
     let seconds = Duration::from_secs;
     for (variables, at_least, at_most) in [
         (&[][..], 5, 3600),
@@ -113,7 +113,7 @@ fn the_default_restart_budget_is_three_in_ten_minutes() {
 }
 
 #[test]
-fn hot_restart_is_off_by_default_and_an_old_envoy_outlives_its_drain() {
+fn hot_restart_is_off_by_default_and_old_envoys_outlive_their_drain() {
     assert!(machine(&[]).config().envoy.expect("Envoy").hot_restart.is_none());
     let seconds = Duration::from_secs;
     for (time, drain, expected, warnings) in
@@ -169,7 +169,7 @@ fn pod_annotations_override_proxy_config_after_its_validation() {
 }
 
 #[test]
-fn a_mesh_file_is_read_for_its_default_config_and_refused_when_it_is_broken() {
+fn a_mesh_file_yields_its_default_config_and_is_refused_when_broken() {
     let machine = machine(&[]);
     machine.file(
         "etc/istio/config/mesh",
@@ -316,7 +316,7 @@ fn the_override_of_the_bootstrap_is_read_or_left_out() {
 }
 
 #[test]
-fn a_list_of_buckets_that_is_null_is_left_out_and_the_others_are_taken() {
+fn a_null_list_of_buckets_is_left_out_and_others_are_taken() {
     let machine = machine(&[]);
     let buckets = r#"{\"a\": null, \"b\": [1, null, 2.5]}"#;
     let line = format!("sidecar.istio.io/statsHistogramBuckets=\"{buckets}\"\n");
@@ -349,7 +349,7 @@ fn an_invalid_statistics_annotation_is_left_out() {
 }
 
 #[test]
-fn clusters_on_demand_need_a_sidecar_with_delta_xds_and_an_envoy_but_no_directory() {
+fn clusters_on_demand_need_a_sidecar_with_delta_xds_and_an_envoy() {
     let (name, delta) = ("ISTIO_AGENT_ON_DEMAND_CLUSTERS", "ISTIO_DELTA_XDS");
     let keep = "ISTIO_AGENT_KEEP_CONFIG";
     for (flags, more, is_on, obstacle) in [

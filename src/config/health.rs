@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_of_no_kind_is_a_problem_and_what_keeps_a_workload_unhealthy_is_a_warning() {
+    fn a_probe_without_kind_is_a_problem_and_a_failing_one_warns() {
         for (probe, subject) in [
             ("readinessProbe: {}", "readinessProbe"),
             ("readinessProbe: {exec: {}}", "readinessProbe"),

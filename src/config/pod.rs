@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_too_large_or_not_regular_is_named_and_taken_for_absent() {
+    fn a_file_too_large_or_irregular_is_named_and_counts_as_absent() {
         let directory = tempfile::tempdir().expect("a directory");
         let pod = directory.path().join("etc/istio/pod");
         std::fs::create_dir_all(&pod).expect("made");

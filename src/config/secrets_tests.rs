@@ -31,7 +31,7 @@ fn a_missing_root_is_one_problem_which_names_the_config_map() {
 }
 
 #[test]
-fn a_missing_root_for_discovery_only_is_a_warning_and_not_an_error() {
+fn a_missing_root_for_discovery_only_is_a_warning() {
     let variables = [("PROV_CERT", "./prov")];
     // The connection to the authority needs this root as well, so that its absence is an error.
     let root = "root file for istiod (PROV_CERT)";
@@ -47,7 +47,7 @@ fn a_missing_root_for_discovery_only_is_a_warning_and_not_an_error() {
 }
 
 #[test]
-fn keys_are_ecdsa_unless_rsa_or_qat_is_configured_and_only_the_default_falls_back() {
+fn keys_are_ecdsa_by_default_and_only_the_default_falls_back() {
     const QAT: (&str, &str) = ("PROXY_CONFIG", "{privateKeyProvider: {qat: {pollDelay: 2ms}}}");
     const ECDSA: (&str, &str) = ("ECC_SIGNATURE_ALGORITHM", "ECDSA");
     for (variables, key, falls_back) in [

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn ip_addresses_are_left_alone_and_without_a_valid_address_there_is_no_statsd() {
+    fn ip_addresses_stay_and_without_a_valid_address_there_is_no_statsd() {
         for (address, is_valid) in [
             ("10.0.0.1:1", true),
             ("[fd00::1]:1", true),

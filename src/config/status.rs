@@ -169,7 +169,7 @@ mod tests {
     const TARGETS: &str = r#"{"targets":[{"port":"8080"},{"port":"9090","path":"/m"}]}"#;
 
     #[test]
-    fn a_sidecar_merges_the_metrics_of_its_application_and_a_gateway_does_not() {
+    fn a_sidecar_merges_metrics_of_its_application_and_a_gateway_does_not() {
         let machine = machine(&[("ISTIO_PROMETHEUS_ANNOTATIONS", TARGETS)]);
         let config = machine.config().scrape;
         let ports: Vec<_> = config.targets.iter().map(|target| target.port).collect();
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn systemd_is_notified_at_notify_socket_and_the_watchdog_if_its_pid_is_this_process() {
+    fn systemd_is_notified_and_the_watchdog_only_if_its_pid_matches() {
         let own: &str = std::process::id().to_string().leak();
         for (socket, time, process, expected, warned) in [
             ("", "2000000", "", None, None),

@@ -90,7 +90,7 @@ fn an_injected_pod_has_one_connection_to_istiod() {
 }
 
 #[test]
-fn every_malformed_variable_is_reported_once_whether_its_feature_is_on_or_not() {
+fn each_malformed_variable_is_reported_once_also_if_its_feature_is_off() {
     // Node metadata of the wrong type is refused, as pilot-agent does.
     const REFUSED: [&str; 2] = ["ISTIO_META_DNS_CAPTURE", "ISTIO_META_ENABLE_SELF_DISCOVERY"];
     let typed = TABLE.iter().filter(|row| !(row.is_valid)("?"));
@@ -301,7 +301,7 @@ fn every_problem_is_reported_at_once() {
 }
 
 #[test]
-fn the_agent_does_not_start_if_envoys_admin_port_cannot_be_closed_as_istio_closes_it() {
+fn the_agent_does_not_start_if_envoys_admin_port_cannot_be_closed() {
     const TRANSPORT: &str = "ISTIO_ENVOY_ADMIN_TRANSPORT";
     assert_eq!(machine(&[(TRANSPORT, "UDS")]).subjects(), [TRANSPORT]);
     let native = [(TRANSPORT, "UDS"), ("ISTIO_NATIVE_SIDECAR", "true")];
@@ -315,7 +315,7 @@ fn the_agent_does_not_start_if_envoys_admin_port_cannot_be_closed_as_istio_close
 }
 
 #[test]
-fn the_last_of_equal_keys_in_a_document_is_used_with_a_warning() {
+fn the_last_of_equal_keys_in_a_document_wins_with_a_warning() {
     let config = machine(&[(
         "PROXY_CONFIG",
         "drainDuration: 3s\nproxyMetadata: {A: x1, A: x2}\ndrainDuration: 7s\n",

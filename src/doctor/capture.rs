@@ -377,7 +377,7 @@ COMMIT
 ";
 
     #[test]
-    fn calls_of_an_envoy_that_is_root_in_tproxy_reach_its_inbound_port() {
+    fn calls_of_a_root_envoy_in_tproxy_reach_its_inbound_port() {
         let by_group = "-A ISTIO_OUTPUT -m owner --gid-owner 1337 -j RETURN
 -A ISTIO_OUTPUT -d 127.0.0.1/32";
         let rules = RULES.replace("-A PREROUTING -p tcp -j ISTIO_INBOUND\n", "");

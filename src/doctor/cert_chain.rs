@@ -290,7 +290,7 @@ mod tests {
 
     /// Envoy 1.40 gives the same verdicts.
     #[test]
-    fn a_ca_certificate_that_envoy_accepts_is_ok_and_one_that_envoy_refuses_is_an_error() {
+    fn a_ca_certificate_that_envoy_refuses_is_an_error_others_are_ok() {
         use rcgen::KeyUsagePurpose::{DigitalSignature, KeyCertSign};
         let root = authority("root", 2999, None);
         let middle = authority("middle", 2999, Some(&root));
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_root_that_signed_the_chain_and_has_expired_is_the_problem_and_not_the_chain() {
+    fn an_expired_root_is_the_problem_and_not_the_chain_it_signed() {
         let (root, other) = (authority("root", 2001, None), authority("other", 2999, None));
         let [leaf, _] = workload(2999, &[], &root);
         for roots in [root.pem(), root.pem() + &other.pem()] {

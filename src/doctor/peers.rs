@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn names_secrets_and_alpn_are_read_in_each_form_of_a_tls_context() {
+    fn each_form_of_a_tls_context_yields_names_secrets_and_alpn() {
         let exact = json!({ "exact": "spiffe://a/b" });
         let roots = json!({ "name": "ROOTCA" });
         let expected = Tls {

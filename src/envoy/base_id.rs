@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn the_directory_of_the_sockets_has_one_user_and_a_foreign_one_is_refused() {
+    fn the_socket_directory_has_one_user_and_a_foreign_one_is_refused() {
         let place = tempfile::tempdir().unwrap();
         let base_id = BaseId::choose(place.path(), own()).unwrap();
         let found = directory(&place).metadata().unwrap();
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_root_agent_gives_the_directory_to_envoys_user_and_refuses_one_of_its_own() {
+    fn a_root_agent_gives_the_socket_directory_to_envoys_user() {
         if own() != 0 {
             eprintln!("Only root gives files away: this test is not run.");
             return;
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_an_envoy_that_has_exited_are_removed_and_those_of_a_living_one_are_not() {
+    fn files_of_an_exited_envoy_are_removed_and_those_of_others_stay() {
         let place = tempfile::tempdir().unwrap();
         let base_id = BaseId::choose(place.path(), own()).unwrap();
         let number = base_id.number;

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn envoys_that_take_over_from_each_other_share_a_base_id_and_each_has_its_epoch() {
+    fn successive_envoys_share_a_base_id_and_each_has_its_epoch() {
         for (restart_epoch, expected) in
             [(0, ""), (3, " --restart-epoch 3 --skip-hot-restart-parent-stats")]
         {
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ciphers_of_fips_are_named_in_the_environment_only_under_its_policy() {
+    fn the_environment_names_fips_ciphers_only_under_its_policy() {
         assert_eq!(command().environment(), None);
         let held = Command { fips_ciphers: true, ..command() };
         let (name, ciphers) = held.environment().expect("a variable");

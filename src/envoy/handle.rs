@@ -265,7 +265,7 @@ mod tests {
     use crate::envoy::shutdown::{Plan, PlannedStep, Step};
 
     #[test]
-    fn an_envoy_is_a_process_that_the_agent_has_started_or_one_below_it() {
+    fn an_envoy_is_a_process_of_the_agent_or_one_below() {
         let mut wrapper = std::process::Command::new("sh");
         wrapper.args(["-c", "sh -c 'echo $$; read _'; true"]);
         let pipe = std::process::Stdio::piped;

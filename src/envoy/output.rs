@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_open_pipe_and_a_stalled_reader_delay_the_end_by_a_moment_only() {
+    async fn an_open_pipe_and_a_stalled_reader_delay_the_end_briefly() {
         let (stalled, to) = io::pipe().expect("a pipe");
         let (mut output, mut envoy) = copy(&to);
         for _ in 0..3 {
@@ -193,7 +193,7 @@ mod tests {
 
     /// Uses the last lines of Envoy 1.40.
     #[test]
-    fn the_reason_of_an_end_is_what_envoy_prints_last_or_its_first_critical_line() {
+    fn the_reason_of_an_end_is_envoys_last_or_first_critical_line() {
         let bind = "cannot bind '127.0.0.1:15000': Address already in use";
         let critical = "2026-11-23T20:06:17.478956Z\tcritical\tenvoy main server.cc:449\terror \
                         `cannot bind` initializing config\tthread=1";
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_cannot_be_opened_by_name_and_a_pipe_and_a_file_can() {
+    fn a_socket_cannot_be_opened_by_name_and_pipes_and_files_can() {
         let (_peer, socket) = UnixStream::pair().expect("sockets");
         let (_reader, pipe) = io::pipe().expect("a pipe");
         let file = tempfile::tempfile().expect("a file");

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_reason_why_the_kernel_does_not_run_envoy_has_its_problem_code() {
+    fn each_reason_why_envoy_cannot_run_has_its_problem_code() {
         let directory = tempfile::tempdir().unwrap();
         let own = fs::read("/proc/self/exe").unwrap();
         // An ELF file for another architecture: machine 42 is SuperH.

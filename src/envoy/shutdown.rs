@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drain_until_idle_never_exceeds_its_maximum_even_with_a_longer_minimum() {
+    fn a_drain_until_idle_never_exceeds_its_maximum() {
         let limits = limits(Drain::UntilIdle {
             at_least: Duration::from_secs(90),
             at_most: Duration::from_secs(60),

@@ -559,7 +559,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_exit_by_signal_is_a_crash_unless_the_agent_has_sent_the_signal() {
+    fn an_exit_by_signal_is_a_crash_unless_the_agent_sent_it() {
         let (term, kill) = (Ended::Signal(TERMINATED), Ended::Signal(KILLED));
         for (ended, phase, expected) in [
             (Ended::Code(0), Phase::Running, false),

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_denied_access_names_the_owner_and_this_user_and_other_errors_stay() {
+    fn a_denied_access_names_owner_and_user_and_other_errors_stay() {
         let root = tempfile::tempdir().unwrap();
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
         std::fs::set_permissions(root.path(), mode).unwrap();

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replaced_file_has_the_new_content_and_mode_despite_a_leftover_temporary_file() {
+    fn a_replaced_file_has_new_content_and_mode_despite_leftovers() {
         let directory = tempfile::tempdir().unwrap();
         let (path, victim) = (directory.path().join("a.pem"), directory.path().join("b"));
         fs::write(&victim, "untouched").unwrap();

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_default_directory_is_used_on_a_volume_of_the_right_medium_and_on_a_machine() {
+    fn a_default_directory_is_used_on_volumes_of_the_right_medium() {
         let disk = tempfile::tempdir().expect("a directory");
         let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
         let missing = disk.path().join("missing");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_directory_in_which_the_agent_has_no_private_one_is_not_used() {
+    fn a_default_directory_without_a_private_subdirectory_is_not_used() {
         let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
         let shared = memory.path().join("istio-agent");
         std::fs::create_dir(&shared).expect("a directory");

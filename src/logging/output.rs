@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unread_lines_block_no_caller_and_arrive_in_order_once_they_are_read() {
+    fn unread_lines_block_no_caller_and_arrive_in_order_later() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
         let output = Output::new(File::from(OwnedFd::from(writer)), false);
         let line = |number: usize| format!("{number:0999}\n");

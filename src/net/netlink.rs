@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_user_is_read_only_for_the_exact_connection_while_a_process_holds_it() {
+    fn the_user_is_read_only_while_a_process_holds_the_exact_connection() {
         const LISTEN: u8 = 10;
         let (v4, mapped, v6) = (
             ["127.0.0.1:5", "127.0.0.1:15020"],

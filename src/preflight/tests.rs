@@ -41,7 +41,7 @@ fn found(pod: &Value) -> Vec<(Level, String, &'static str)> {
 }
 
 #[test]
-fn a_difference_is_ok_or_a_warning_and_a_rejected_setting_is_an_error() {
+fn differences_are_ok_or_warnings_and_rejected_settings_are_errors() {
     for (variables, level) in [
         (json!({"PROV_CERT": "/certs"}), Level::Ok),
         (json!({"ISTIO_META_DNS_CAPTURE": "true"}), Level::Warning),
@@ -399,7 +399,7 @@ fn a_default_pod_has_no_differences_and_each_finding_names_its_row() {
 }
 
 #[test]
-fn pods_of_an_owner_with_equal_settings_are_one_finding_with_their_number() {
+fn pods_of_an_owner_with_equal_settings_are_one_finding() {
     let template = pod(&[], json!({"PROV_CERT": "/certs"}), json!({}));
     let pods = (0..70).map(|at| {
         let mut pod = template.clone();

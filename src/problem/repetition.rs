@@ -49,7 +49,7 @@ mod tests {
     use crate::problem::codes;
 
     #[tokio::test(start_paused = true)]
-    async fn a_problem_is_logged_at_its_start_then_at_growing_intervals_and_at_its_end() {
+    async fn a_problem_is_logged_at_start_growing_intervals_and_end() {
         let mut failures = Repetition::default();
         let problem = |code| Problem::new(code, "istiod", "found");
         let (refused, silent) = (codes::ISTIOD_CONNECTION_REFUSED, codes::ISTIOD_TIMEOUT);

@@ -69,7 +69,7 @@ fn a_value_is_written_in_one_form() {
 }
 
 #[test]
-fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
+fn a_value_of_the_wrong_type_is_named_with_path_and_line() {
     for (text, report) in [
         (
             "statusPort: x",
@@ -112,7 +112,7 @@ fn a_value_of_the_wrong_type_is_named_with_path_line_and_expectation() {
 }
 
 #[test]
-fn a_member_without_effect_is_named_with_its_line_and_the_nearest_name() {
+fn a_member_without_effect_is_named_with_the_nearest_name() {
     let (found, notes) = read(
         "fromTheFuture: 1\ntracing:\n  sampling: 1\n  other: null\n  zipkn: {}\nmeshId: a\nmesh_id: b\n\
          serviceCluster: a\ntracingServiceName: CANONICAL_NAME_ONLY\ndiscoveryAdress: a:1\nstatus_prt: 1\nx_é: 1",

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_document_that_is_not_an_object_is_a_problem_with_its_line_and_without_its_text() {
+    fn a_document_other_than_an_object_is_a_problem_without_its_text() {
         for (text, subject) in [
             ("a: 1\nb: [", "it line 2"),
             ("\n- 1", "it line 2"),
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_yaml_is_a_problem_of_its_source_its_line_and_the_reason() {
+    fn broken_yaml_is_a_problem_with_source_line_and_reason() {
         for (text, expected) in [
             ("a: [1, 2\nb: }", "it line 2: illegal placement of ':' indicator"),
             ("a:\n\tb: c", "it line 2: tabs disallowed within this context (block indentation)"),

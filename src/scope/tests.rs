@@ -134,7 +134,7 @@ fn the_sidecar_resource_has_kept_hosts_and_whole_namespaces_cover_their_services
 }
 
 #[test]
-fn merged_pods_have_the_services_any_of_them_used_and_their_common_labels() {
+fn merged_pods_have_the_services_of_any_and_common_labels() {
     let mut first = usage(&[service("bank", "a.bank", 1, false)]);
     first.labels.insert("version".to_owned(), "v1".to_owned());
     let mut second =
@@ -162,7 +162,7 @@ fn merged_pods_have_the_services_any_of_them_used_and_their_common_labels() {
 }
 
 #[test]
-fn services_have_the_counters_of_all_their_clusters_and_the_names_below_them() {
+fn services_have_the_counters_and_names_of_all_their_clusters() {
     let cluster = |name: &str, host: &str| Outbound {
         cluster: name.to_owned(),
         services: vec![("shop".to_owned(), host.to_owned())],

@@ -182,7 +182,7 @@ fn malformed_lines_are_left_out_and_counted() {
 }
 
 #[test]
-fn a_quote_is_closed_by_a_later_line_or_its_own_line_is_dropped() {
+fn an_open_quote_is_closed_later_or_its_line_is_dropped() {
     let many = "b 1\n".repeat(MAX_LINE / 4);
     for (page, left, malformed) in [
         ("a{x=\"1\n2\n\n3\"} 1\nb 1\n", "a{x=\"1\n2\n\n3\"} 1\nb 1\n", 0),

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn only_formats_that_can_be_joined_are_asked_of_a_source_that_can_write_them() {
+    fn a_source_is_asked_only_for_formats_that_can_be_joined() {
         const PROTOBUF: &str = "application/vnd.google.protobuf;encoding=delimited;q=0.6";
         const OM: &str = "application/openmetrics-text";
         for (accept, envoy, application) in [

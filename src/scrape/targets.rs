@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_is_followed_and_port_and_path_stand_for_a_target_without_one() {
+    fn a_list_is_followed_and_defaults_stand_for_missing_parts() {
         for (json, expected) in [
             (r#"{}"#, vec![(80, "/metrics")]),
             (r#"{"scrape":""}"#, vec![(80, "/metrics")]),

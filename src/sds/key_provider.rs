@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_private_key_moves_into_the_key_providers_configuration_with_the_poll_delay() {
+    fn the_key_provider_gets_the_private_key_and_the_poll_delay() {
         let key = DataSource {
             specifier: Some(Specifier::InlineBytes(b"key".to_vec())),
             ..Default::default()

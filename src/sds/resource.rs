@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_without_a_list_counts_as_empty_and_a_list_in_der_becomes_pem() {
+    async fn a_file_without_a_list_is_empty_and_der_becomes_pem() {
         let issuer = Issuer::new(authority("root"), KeyPair::generate().unwrap());
         let [pem, der] = list_of(&issuer, [2026, 2126]);
         let directory = tempfile::tempdir().unwrap();
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn each_issuer_needs_a_valid_crl_and_the_problem_names_an_issuer_without_one() {
+    fn each_issuer_needs_a_valid_crl_or_a_problem_names_it() {
         let ca = |name: &str| {
             CertifiedIssuer::self_signed(authority(name), KeyPair::generate().unwrap()).unwrap()
         };

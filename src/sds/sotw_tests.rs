@@ -199,7 +199,7 @@ async fn a_first_request_is_answered_whatever_its_nonce() {
 }
 
 #[tokio::test]
-async fn a_first_request_must_name_its_node_and_may_be_a_health_report() {
+async fn a_first_request_names_its_node_or_is_a_health_report() {
     let mut stream = fresh();
     let health = DiscoveryRequest {
         type_url: "type.googleapis.com/istio.v1.HealthInformation".to_owned(),
@@ -287,7 +287,7 @@ fn rejections(stream: &Stream) -> Vec<Problem> {
 }
 
 #[tokio::test]
-async fn a_rejected_secret_of_which_envoy_has_no_version_is_named_until_envoy_accepts_one() {
+async fn a_rejected_secret_without_accepted_version_is_named_until_acceptance() {
     let authority = FakeAuthority::new(&clock());
     let registry = Registry::default();
     let mut stream = Stream::new(&registry);
@@ -323,7 +323,7 @@ async fn a_rejected_secret_of_which_envoy_has_no_version_is_named_until_envoy_ac
 }
 
 #[tokio::test]
-async fn a_version_of_an_earlier_stream_counts_as_accepted_and_ended_streams_are_ignored() {
+async fn a_version_of_an_earlier_stream_counts_and_ended_streams_are_ignored() {
     let state = signed().await;
     let mut stream = fresh();
     let mut again = request(&["default"], "");

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_of_a_whole_mesh_spread_over_a_quarter_of_the_remaining_lifetime() {
+    fn requests_of_a_mesh_spread_over_a_quarter_of_remaining_lifetime() {
         for (remaining, expected) in [
             (Some(24 * HOUR), 60.0),
             (Some(4 * MINUTE), 60.0),

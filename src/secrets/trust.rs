@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_valid_issue_of_a_root_comes_first_and_none_is_lost() {
+    fn the_longest_valid_issue_of_a_root_comes_first() {
         let issues = issues(&[(2000, 2020), (2000, 2090), (2080, 2100), (2000, 2060)]);
         let [expired, last, future, short] = &issues[..] else {
             panic!("four");

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_agent_of_another_version_is_refused_by_name_and_unknown_members_are_not() {
+    async fn an_agent_of_another_version_is_refused_unknown_members_are_not() {
         let (mut one, mut other) = pair();
         let (this, later) = (hello(VERSION), hello(3));
         let (greeted, refused) = tokio::join!(one.greet(&this), other.greet(&later));
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_without_a_mount_or_with_another_hot_restart_version_cannot_take_over() {
+    fn an_agent_lacking_a_mount_or_hot_restart_version_cannot_take_over() {
         let serving = hello(VERSION);
         assert_eq!(serving.takeover_blocker(&serving), None);
         let mut other = serving.clone();

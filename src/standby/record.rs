@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_for_its_user_only_and_a_broken_one_is_an_error() {
+    fn a_record_is_private_to_its_user_and_a_broken_one_fails() {
         let place = tempfile::tempdir().unwrap();
         let directory = Directory::private(place.path(), "private", true).unwrap();
         assert_eq!(read::<Record>(&directory, RECORD).unwrap(), None);

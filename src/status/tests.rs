@@ -155,7 +155,7 @@ async fn metrics_can_be_restricted_to_loopback() {
 }
 
 #[tokio::test]
-async fn the_overview_is_html_and_json_and_says_whether_the_pod_is_ready() {
+async fn the_overview_is_html_and_json_and_shows_readiness() {
     let router = router(&Stop::new(), false);
     let (status, json, _) = send_request(&router, "GET /debug/overview", HERE).await;
     let json: Value = serde_json::from_str(&json).expect("JSON");
@@ -200,7 +200,7 @@ async fn the_doctors_report_has_the_type_that_the_caller_prefers() {
 }
 
 #[tokio::test]
-async fn a_pod_that_is_not_ready_for_an_unknown_reason_is_an_error() {
+async fn a_pod_unready_for_an_unknown_reason_is_an_error() {
     let stop = Stop::new();
     let router = router(&stop, false);
     stop.request(Urgency::Drain, "a test");
@@ -225,7 +225,7 @@ async fn the_html_page_is_not_stored_and_may_run_and_load_nothing() {
 }
 
 #[tokio::test]
-async fn quitting_is_requested_once_the_answer_is_sent_and_makes_the_pod_unready() {
+async fn quitting_follows_the_answer_and_makes_the_pod_unready() {
     let stop = Stop::new();
     let router = router(&stop, false);
     let request = Request::post("/quitquitquit").body(()).expect("a request");

@@ -162,7 +162,7 @@ mod tests {
     /// The last column is true if Envoy 1.40 reads the form itself. The integration test
     /// `envoy_takes_certificates_keys_and_roots_in_every_form_that_is_read` serves such forms to Envoy.
     #[test]
-    fn a_block_is_read_wherever_it_begins_and_is_plain_if_envoy_reads_it_too() {
+    fn a_block_is_read_anywhere_and_plain_if_envoy_reads_it() {
         let (a, b, key) = (certificate(), certificate(), KeyPair::generate().unwrap());
         let (begin, end) = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----");
         let indented: String = a.lines().map(|line| format!("  {line}\n")).collect();

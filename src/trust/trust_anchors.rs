@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn usable_certificates_are_taken_and_an_error_says_what_was_found_if_none_is() {
+    fn usable_certificates_are_taken_and_an_error_says_what_was_found() {
         let good = Authority::new("good").pem();
         let expired = Authority::expired("old").pem();
         let cut = good.replace("-----END CERTIFICATE-----", "");

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn ordinary_ends_count_as_cancelled_and_others_as_errors_of_the_side_that_made_them() {
+    fn ordinary_ends_count_as_cancelled_and_others_as_errors_of_their_side() {
         let istiod = |code: Code| End::istiod(trailers(&Status::new(code, "why")));
         let bad = Status::internal("bad");
         for (end, expected, reason) in [

@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn a_response_consumed_by_the_agent_is_acked_or_nacked_with_the_reason() {
+    fn a_response_consumed_by_the_agent_is_acked_or_nacked_with_reason() {
         let mut state = state();
         state.read_responses(response(NAMES)).unwrap();
         let captured = state.captured.pop_front().unwrap();
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_responses_are_not_acked_for_the_agents_types_but_intercepted_for_envoys() {
+    fn empty_responses_are_unacked_for_the_agents_types_and_intercepted_for_envoys() {
         let empty = |type_url: &str| {
             let response = DiscoveryResponse { type_url: type_url.into(), ..Default::default() };
             frame(&response.encode_to_vec())
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn istiod_waits_while_the_queue_of_envoy_or_of_the_interceptors_is_full() {
+    fn istiod_waits_while_the_queue_of_envoy_or_interceptors_is_full() {
         let mut state = state();
         assert!(state.wants_responses());
         state.read_responses(response(CLUSTER)).unwrap();

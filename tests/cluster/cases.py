@@ -255,7 +255,7 @@ def istios_cni_plugin_captures_traffic_of_pods_without_privileges(world, agent=O
 
 
 @case(3, own=True)
-def istios_cni_plugin_captures_traffic_by_nftables_of_either_agent_of_tproxy_and_of_another_user(world, agent=OURS):
+def istios_cni_plugin_captures_traffic_of_either_agent_tproxy_and_another_user(world, agent=OURS):
     others = {"cni-other": {"agent": GO if agent == OURS else OURS}, "tproxy": KINDS["tproxy"]}
     told = []
     with cni(world):
@@ -284,7 +284,7 @@ def verify_rules(world, pod):
 
 
 @case(3, own=True)
-def istios_cni_plugin_labels_repairs_and_deletes_pods_whose_istio_validation_has_failed(world, agent=OURS):
+def istios_cni_plugin_repairs_or_deletes_pods_that_failed_their_validation(world, agent=OURS):
     with cni(world):
         world.kubectl("delete", "--cascade=foreground", *CNI)
         world.deploy("early", agent)
@@ -377,7 +377,7 @@ def under_load(world, agent, templates, names):
 
 
 @case(3, gate=True)
-def a_job_with_a_native_sidecar_calls_the_mesh_from_its_init_container_and_completes(world, agent=OURS):
+def a_job_calls_the_mesh_from_its_init_container_and_completes(world, agent=OURS):
     url = shop(world, "shop", GO)
     call = {"image": world.application, "args": ["get", url]}
     template = world.template("job", agent, annotations=NATIVE, spec={
@@ -420,7 +420,7 @@ def probes_of_all_four_kinds_are_rewritten_and_tell_the_applications_state(world
 
 
 @case(4, gate=True)
-def an_application_held_until_the_proxy_starts_reaches_the_mesh_at_its_first_try(world, agent=OURS):
+def a_held_application_reaches_the_mesh_at_its_first_try(world, agent=OURS):
     url = shop(world, "shop", GO)
     annotations = USUAL | {"proxy.istio.io/config": json.dumps({"holdApplicationUntilProxyStarts": True})}
     template = world.template("held", agent, annotations=annotations, spec={
@@ -495,7 +495,7 @@ def injected_gateway(world, name, agent, host, **annotations):
 
 
 @case(5)
-def gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_without_a_failed_request(world, agent=OURS):
+def both_kinds_of_gateways_are_replaced_without_a_failed_request(world, agent=OURS):
     if not world.kubectl("get", "gatewayclass/istio", fails=True):
         raise Skipped("needs the Gateway API")
     shop(world, "shop", GO)
@@ -601,7 +601,7 @@ def machine(world, agent, variables):
 
 
 @case(7)
-def wasm_modules_by_http_and_from_a_registry_run_and_a_wrong_digest_fails_open_or_closed(world, agent=OURS):
+def wasm_modules_run_and_a_wrong_digest_fails_open_or_closed(world, agent=OURS):
     url = shop(world, "filtered", agent)
     digests = serve_modules(world)
     run = lambda: sorted(world.call(CLIENTS[0], url)["wasm"].split())
@@ -836,7 +836,7 @@ def serves(world, url):
 
 
 @case(8, gate=True, own=True)
-def a_crashed_envoy_restarts_in_its_container_until_its_budget_is_used_up(world, agent=OURS):
+def a_crashed_envoy_restarts_until_its_budget_is_used_up(world, agent=OURS):
     told = []
     for kind, annotations in {"usual": USUAL, "native": NATIVE}.items():
         name = f"crashed-{kind}"
@@ -858,7 +858,7 @@ def a_crashed_envoy_restarts_in_its_container_until_its_budget_is_used_up(world,
 
 
 @case(8, gate=True, own=True)
-def a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit(world, agent=OURS):
+def a_job_that_ends_its_sidecar_by_signal_or_quitquitquit_completes(world, agent=OURS):
     """Tests two ways of jobs: `pkill envoy` in a shared process namespace, and a request to the status port."""
     url = shop(world, "shop", GO)
     hold = {"proxy.istio.io/config": json.dumps({"holdApplicationUntilProxyStarts": True})}
@@ -970,7 +970,7 @@ def read_comm(folder):
 
 
 @case(4, own=True)
-def with_a_drain_delay_no_request_fails_although_the_world_learns_late_of_twenty_ends(world):
+def a_drain_delay_saves_requests_to_twenty_pods_that_end(world):
     serves = {"lifecycle": {"preStop": {"sleep": {"seconds": 10}}}}
     told = []
     for name, agent, kind, metadata in (
@@ -1076,7 +1076,7 @@ def same_of_both(world, pods, *words):
 
 
 @case(11)
-def a_client_of_grpc_without_envoy_calls_with_mutual_tls_and_no_request_fails(world, agent=OURS):
+def a_grpc_client_without_envoy_calls_with_mutual_tls(world, agent=OURS):
     host = f"strict.{world.namespace}.svc.cluster.local"
     world.deploy("proxyless", agent, annotations={"inject.istio.io/templates": "grpc-agent"})
     shop(world, "strict", GO)
@@ -1156,7 +1156,7 @@ USED = [f"host-{number}.test" for number in (0, 250, 500, 750, 999)]
 
 
 @case(13, own=True)
-def the_sidecar_that_scope_prints_is_applied_as_it_is_and_no_request_fails(world):
+def the_sidecar_that_scope_prints_is_applied_without_a_failed_request(world):
     """Tests two pods: one uses five of 1,000 hosts, the other one two. The merged Sidecar selects both pods."""
     shop(world, "left", OURS)
     address = world.get("pod", "-l", "app=left")["items"][0]["status"]["podIP"]

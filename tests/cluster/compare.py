@@ -74,39 +74,39 @@ SENTENCES = {
         "The proxy runs as another user.",
     "istios_cni_plugin_captures_traffic_of_pods_without_privileges":
         "Istio's CNI plugin captures the traffic of pods without privileges.",
-    "istios_cni_plugin_captures_traffic_by_nftables_of_either_agent_of_tproxy_and_of_another_user":
+    "istios_cni_plugin_captures_traffic_of_either_agent_tproxy_and_another_user":
         "Istio's CNI plugin captures traffic by nftables: of either agent, with TPROXY, and of another user.",
-    "istios_cni_plugin_labels_repairs_and_deletes_pods_whose_istio_validation_has_failed":
+    "istios_cni_plugin_repairs_or_deletes_pods_that_failed_their_validation":
         "Istio's CNI plugin labels, repairs and deletes pods whose `istio-validation` has failed.",
     "the_doctor_finds_nothing_on_a_busy_node":
         "The doctor finds nothing on a busy node.",
-    "a_job_with_a_native_sidecar_calls_the_mesh_from_its_init_container_and_completes":
+    "a_job_calls_the_mesh_from_its_init_container_and_completes":
         "A Job with a native sidecar calls the mesh from its init container, and completes.",
     "probes_of_all_four_kinds_are_rewritten_and_tell_the_applications_state":
         "Probes of all four kinds are rewritten, and report the application's state.",
-    "an_application_held_until_the_proxy_starts_reaches_the_mesh_at_its_first_try":
+    "a_held_application_reaches_the_mesh_at_its_first_try":
         "An application that is held until the proxy starts reaches the mesh at its first try.",
     "requests_under_way_end_well_when_their_pod_is_deleted":
         "Requests that are running when their pod is deleted end well.",
     "a_pod_whose_application_never_starts_is_deleted_without_delay":
         "A pod whose application never starts is deleted without delay.",
-    "gateways_injected_and_of_the_gateway_api_let_traffic_in_and_are_replaced_without_a_failed_request":
+    "both_kinds_of_gateways_are_replaced_without_a_failed_request":
         "Gateways, injected or of the Gateway API, let traffic in, and are replaced without a failed request.",
     "a_machine_registers_itself_tells_its_health_and_has_traffic_both_ways":
         "A machine registers itself, reports its health, and has traffic in both directions.",
-    "wasm_modules_by_http_and_from_a_registry_run_and_a_wrong_digest_fails_open_or_closed":
+    "wasm_modules_run_and_a_wrong_digest_fails_open_or_closed":
         "Wasm modules run, by HTTP and from a registry; with a wrong digest, the filter fails open or closed.",
     "last_known_good_configuration_serves_while_istiod_is_unreachable":
         "The last known good configuration serves while istiod is unreachable.",
     "a_restarted_container_serves_while_istiod_sends_a_listener_that_envoy_refuses":
         "A restarted container serves while istiod sends a listener that Envoy rejects.",
-    "a_crashed_envoy_restarts_in_its_container_until_its_budget_is_used_up":
+    "a_crashed_envoy_restarts_until_its_budget_is_used_up":
         "A crashed Envoy restarts in its container, until its budget is used up.",
-    "a_job_completes_when_it_ends_its_sidecar_by_a_signal_or_by_quitquitquit":
+    "a_job_that_ends_its_sidecar_by_signal_or_quitquitquit_completes":
         "A Job completes when it ends its sidecar, by a signal or by `/quitquitquit`.",
     "a_sidecar_is_upgraded_in_place_and_its_application_runs_on":
         draw.UPGRADE,
-    "a_client_of_grpc_without_envoy_calls_with_mutual_tls_and_no_request_fails":
+    "a_grpc_client_without_envoy_calls_with_mutual_tls":
         "A gRPC client without Envoy calls with mutual TLS, and no request fails.",
     "the_root_is_rotated_by_cacerts_and_no_request_fails":
         "No request fails while the root is rotated by `cacerts`.",

@@ -228,7 +228,7 @@ def scaled_to_three_and_back(world, _istiod):
 
 
 @case(15, own=True)
-def two_istiods_one_killed_or_replaced_by_the_older_release_or_restarted_fail_no_request(world):
+def one_of_two_istiods_is_killed_replaced_or_restarted_without_failed_requests(world):
     return disturbed(world, 2, SOON, killed, only_the_older_release, rolling_restart)
 
 

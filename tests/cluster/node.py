@@ -43,7 +43,7 @@ def istios_cni_plugin_captures_traffic_of_pods_with_a_user_namespace(world, agen
 
 
 @case(15, own=True)
-def a_pod_with_a_user_namespace_and_a_standby_is_upgraded_and_nothing_fails(world):
+def a_standby_in_a_user_namespace_is_upgraded_and_nothing_fails(world):
     """Tests `/dev/shm` and the sockets that both containers share."""
     need_user_namespaces(world)
     return upgrade(world, NATIVE, (world.other_image(OURS), world.images[OURS]), spec=OWN_USERS)

@@ -111,12 +111,12 @@ def upgrade(world, kind, images, spec=None):
 
 
 @case(9, own=True)
-def a_pod_with_a_standby_is_upgraded_and_rolled_back_and_nothing_fails(world):
+def a_pod_with_a_standby_is_upgraded_and_rolled_back_unharmed(world):
     return upgrade(world, NATIVE, (world.other_image(OURS), world.images[OURS]))
 
 
 @case(9, own=True)
-def a_usual_pod_with_a_standby_is_upgraded_and_rolled_back_and_nothing_fails(world):
+def a_usual_pod_with_a_standby_is_upgraded_and_rolled_back_unharmed(world):
     return upgrade(world, USUAL, (world.other_image(OURS), world.images[OURS]))
 
 
@@ -186,7 +186,7 @@ def an_image_that_cannot_take_over_takes_no_pod_down(world):
 
 
 @case(9, own=True)
-def without_istiod_a_standby_with_stored_configuration_takes_over_and_one_without_does_not(world):
+def a_standby_takes_over_without_istiod_only_with_stored_configuration(world):
     names = {"kept": {}, "unkept": {"ISTIO_AGENT_KEEP_CONFIG": "", "ISTIO_AGENT_KEEP_CERTS": ""}}
     pods = {name: ways(world, name, NATIVE, **metadata) for name, metadata in names.items()}
     # With clusters on demand, only services that were used before are reachable without istiod.
@@ -250,7 +250,7 @@ def a_standby_serves_after_the_container_that_served_is_killed_or_replaced(world
 
 
 @case(9, own=True)
-def requests_under_way_end_well_when_a_pod_with_a_standby_is_deleted(world):
+def running_requests_end_well_when_a_pod_with_standby_is_deleted(world):
     """Tests the deletion while the first or the second container serves, and during a handover."""
     slow = {"lifecycle": {"preStop": {"sleep": {"seconds": 10}}}}
     told = []
@@ -286,7 +286,7 @@ def jobs_with_a_standby_complete(world):
 
 
 @case(9, own=True)
-def a_gateway_with_a_standby_is_upgraded_and_rolled_back_and_nothing_fails(world):
+def a_gateway_with_a_standby_is_upgraded_and_rolled_back_unharmed(world):
     name = "standby-gateway"
     shop(world, "other", GO)
     world.deploy("outside", GO, labels=OUTSIDE)

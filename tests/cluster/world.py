@@ -252,7 +252,11 @@ class Load:
         return all(one["sent"] for one in told["by_kind"].values())
 
     def expect_none_failed(self):
+        """Fails if a request failed, or if a client has sent none."""
         sent, failed = collections.Counter(), []
+        silent = [str(client) for client, told in self.told.items() if not told["sent"]]
+        if silent or not self.told:
+            raise Failed(f"no request was sent by {', '.join(silent) or 'any client'}")
         for client, told in self.told.items():
             for kind, one in told["by_kind"].items():
                 sent[kind] += one["sent"]

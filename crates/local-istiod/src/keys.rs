@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_with_half_of_the_keys_is_an_error_that_names_the_file() {
+    fn a_folder_with_half_of_the_keys_is_a_named_error() {
         let folder = tempfile::tempdir().unwrap();
         Keys::load_or_generate(folder.path(), "cluster.local").unwrap();
         fs::remove_file(folder.path().join(TOKEN_KEY)).unwrap();

@@ -78,7 +78,7 @@ fn with_resources(text: &str) -> TempDir {
 }
 
 #[test]
-fn a_syntax_error_is_reported_with_file_and_line_and_corrected_without_a_restart() {
+fn a_syntax_error_is_reported_with_line_and_corrected_without_restart() {
     let mut istiod = Program::start(with_resources(GOOD), &["--resources", "resources"]);
     istiod.logs("local-istiod listening on 127.0.0.1:");
     write(istiod.directory.path(), BROKEN);

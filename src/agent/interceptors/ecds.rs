@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_resource_removed_or_replaced_during_its_module_fetch_is_not_sent_again() {
+    async fn a_resource_removed_or_replaced_during_its_fetch_is_not_sent_again() {
         let directory = tempfile::tempdir().expect("a directory");
         let (wasm, _fetches) = start(directory.path());
         let ecds = Ecds(wasm);
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_delta_response_takes_over_resources_that_only_the_older_one_has() {
+    fn a_newer_delta_response_takes_over_resources_of_the_older_one() {
         let ecds = Ecds(wasm());
         let (a, b) = (("a", other("a")), ("b", other("b")));
         let older = delta("1", &[a.clone(), b.clone(), ("c", other("old"))], &["x", "d"]);

@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_table_is_found_in_sotw_and_delta_and_other_types_are_errors() {
+    fn sotw_and_delta_carry_a_name_table_and_other_types_are_errors() {
         for protocol in [Protocol::Sotw, Protocol::Delta] {
             let any = |type_url: &str| Any { type_url: type_url.into(), value: b"table".into() };
             let first = |any| resource::first(protocol, &response(protocol, any), TYPE_URL);

@@ -68,7 +68,7 @@ impl Place {
 }
 
 #[tokio::test]
-async fn without_hot_restart_the_bootstrap_has_no_epoch_and_a_custom_one_is_not_read() {
+async fn without_hot_restart_there_is_no_epoch_and_custom_bootstraps_stay_unread() {
     let place = Place::new();
     place.set("ISTIO_AGENT_HOT_RESTART", "false");
     let prepared = place.inputs().await.prepare(0).expect("prepared");
@@ -85,7 +85,7 @@ async fn without_hot_restart_the_bootstrap_has_no_epoch_and_a_custom_one_is_not_
 }
 
 #[tokio::test]
-async fn each_epoch_has_its_own_bootstrap_file_and_a_digest_that_shows_changes() {
+async fn each_epoch_has_its_bootstrap_file_and_a_digest_that_shows_changes() {
     let place = Place::new();
     let inputs = place.inputs().await;
     let first = inputs.prepare(0).expect("prepared");
@@ -111,7 +111,7 @@ async fn each_epoch_has_its_own_bootstrap_file_and_a_digest_that_shows_changes()
 }
 
 #[tokio::test]
-async fn annotations_and_labels_change_another_digest_and_each_call_has_its_own_file() {
+async fn annotations_and_labels_change_another_digest_and_calls_share_no_file() {
     let place = Place::new();
     let info = place.root.path().join("etc/istio/pod");
     fs::create_dir_all(&info).expect("made");
@@ -199,7 +199,7 @@ async fn each_envoy_uses_the_same_sds_server() {
 }
 
 #[tokio::test]
-async fn the_bootstrap_of_an_envoy_with_another_user_is_owned_by_that_user() {
+async fn the_bootstrap_belongs_to_the_user_of_its_envoy() {
     if !rustix::process::getuid().is_root() {
         eprintln!("Only root gives files away: this test is not run.");
         return;

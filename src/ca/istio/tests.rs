@@ -84,7 +84,7 @@ async fn a_refusal_with_a_long_text_keeps_its_code_and_the_connection() {
 }
 
 #[tokio::test]
-async fn a_request_to_a_silent_authority_fails_at_the_deadline_and_the_next_redials() {
+async fn a_request_to_a_silent_authority_fails_and_the_next_one_redials() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
     fake.answers([Answer::Never, Answer::Chain(vec!["leaf", "root"])]);
@@ -97,7 +97,7 @@ async fn a_request_to_a_silent_authority_fails_at_the_deadline_and_the_next_redi
 }
 
 #[tokio::test]
-async fn a_slow_authority_gets_twice_the_time_after_each_miss_up_to_eight_times() {
+async fn each_miss_doubles_the_time_of_a_slow_authority_up_to_eightfold() {
     let fake = Fake::start(None).await;
     let (istiod, _tasks) = run(plaintext(fake.address));
     let hasty = ca(&istiod, Duration::from_millis(50));

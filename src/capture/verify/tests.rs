@@ -227,7 +227,7 @@ fn a_chain_of_another_version_matters_once_it_is_jumped_to() {
 }
 
 #[test]
-fn complete_rules_of_an_earlier_version_are_named_and_do_not_affect_traffic() {
+fn complete_rules_of_an_earlier_version_are_named_as_harmless() {
     let all: Change = |s| (s.redirect_dns, s.capture_all_dns) = (true, true);
     for change in [dns_of_servers, all] {
         let line = "-A ISTIO_OUTPUT_DNS -p udp --dport 53 -m owner --uid-owner 1337 -j RETURN\n";

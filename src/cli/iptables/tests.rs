@@ -219,7 +219,7 @@ fn in_namespace(script: &str, text: &str) -> Option<String> {
 }
 
 #[test]
-fn a_flag_is_stronger_than_its_variables_and_the_second_variable_than_the_first() {
+fn a_flag_beats_its_variables_and_the_second_variable_the_first() {
     let ports = |line: &str, variables: &[(&str, &str)]| {
         let found = settings(line, variables);
         (found.inbound_capture_port, found.redirect_dns)

@@ -26,7 +26,7 @@ fn every_default_is_of_its_variables_type() {
 }
 
 #[test]
-fn an_empty_string_is_a_value_for_text_and_a_warning_for_the_rest() {
+fn an_empty_string_is_text_and_a_warning_for_other_types() {
     assert_eq!(read(&TRUST_DOMAIN, Some("")), (String::new(), 0));
     assert_eq!(read(&TRUST_DOMAIN, None), ("cluster.local".into(), 0));
     assert_eq!(read(&ISTIO_DELTA_XDS, Some("")), (true, 1));
@@ -34,7 +34,7 @@ fn an_empty_string_is_a_value_for_text_and_a_warning_for_the_rest() {
 }
 
 #[test]
-fn a_value_of_the_wrong_type_is_a_warning_and_the_default_is_used() {
+fn a_value_of_the_wrong_type_warns_and_the_default_is_used() {
     assert_eq!(read(&ISTIO_DELTA_XDS, Some("no")), (true, 1));
     assert_eq!(read(&ISTIO_DELTA_XDS, Some("F")), (false, 0));
     assert_eq!(read(&INSTANCE_IP, Some("pod")), (None, 1));

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn options_of_a_query_are_left_out_and_the_rest_of_its_opt_record_passes() {
+    fn options_of_a_query_are_dropped_and_its_opt_record_passes() {
         let cookie = [0, 10, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8];
         let subnet = [0, 8, 0, 7, 0, 1, 24, 0, 10, 1, 2];
         for (size, options, sent_size) in [

@@ -79,7 +79,7 @@ fn drains_then_asks_then_terminates_then_kills_then_gives_up() {
 }
 
 #[test]
-fn a_delay_precedes_the_drain_of_an_order_or_of_a_stop_request_once() {
+fn a_delay_precedes_the_drain_once() {
     let delay = begin(Step::DrainDelay, SECOND * 7);
     let ordered = [(DrainOrdered, Action::Delay), (DrainOrdered, Action::Nothing)];
     let drained = (DelayOver, Action::Drain);
@@ -127,7 +127,7 @@ fn a_drain_until_idle_lasts_between_its_minimum_and_its_maximum() {
 }
 
 #[test]
-fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_comes() {
+fn long_requests_are_awaited_until_they_end_or_urgency_rises() {
     let drained = [
         (STOP_DRAIN, ANNOUNCE),
         (ANSWERED, begin(Step::DrainTime, SECOND * 4)),
@@ -158,7 +158,7 @@ fn long_requests_are_awaited_until_the_last_has_ended_or_a_more_urgent_stop_come
 }
 
 #[test]
-fn a_more_urgent_request_goes_further_at_once_and_a_lesser_one_changes_nothing() {
+fn a_more_urgent_request_acts_at_once_and_lesser_ones_change_nothing() {
     for way in [
         running_then(&[(STOP_TERMINATE, QUIT), (STOP_DRAIN, Action::Nothing)]),
         running_then(&[(STOP_DRAIN, ANNOUNCE), (STOP_TERMINATE, QUIT), (STOP_KILL, KILL)]),
@@ -193,7 +193,7 @@ fn an_envoy_already_drained_on_request_exits_without_another_drain() {
 }
 
 #[test]
-fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested() {
+fn a_crashed_envoy_restarts_within_its_budget_unless_an_end_is_requested() {
     let again = [(CRASH, Action::Pause), (PauseOver, Action::Start)];
     walk(LIMITS, &running_then(&[again[0], again[1], (LAST_CRASH, Action::Leave)]));
     walk(LIMITS, &running_then(&[again[0], (STOP_DRAIN, Action::Leave)]));
@@ -205,7 +205,7 @@ fn an_envoy_that_crashed_starts_again_as_long_as_it_may_and_no_end_is_requested(
 }
 
 #[test]
-fn a_replaced_envoy_drains_and_is_followed_by_another_unless_a_stop_is_requested() {
+fn a_replaced_envoy_drains_and_another_follows_unless_a_stop_is_requested() {
     let wait = (ANSWERED, begin(Step::DrainTime, SECOND * 4));
     let close = (DRAINED, begin(Step::LastRequests, SECOND));
     for (end_by, end) in [(EndBy::Quit, QUIT), (EndBy::Kill, KILL)] {
@@ -246,7 +246,7 @@ fn the_plan_lists_the_remaining_steps() {
 }
 
 #[test]
-fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_is_under_way() {
+fn the_plan_of_a_drained_envoy_has_no_drain_unless_one_runs() {
     let steps = |machine: &Machine| machine.plan().0.len();
     let drained = walk(LIMITS, &running_then(&[(DrainOrdered, Action::Drain)]));
     assert_eq!(steps(&drained), 3);
@@ -350,7 +350,7 @@ proptest! {
     }
 
     #[test]
-    fn a_more_urgent_stop_never_lengthens_the_shutdown_unless_it_cancels_a_replacement(before in events()) {
+    fn an_urgent_stop_never_lengthens_the_shutdown_except_of_a_replacement(before in events()) {
         let requests = [STOP_DRAIN, STOP_TERMINATE, STOP_KILL];
         for (request, limits) in requests.into_iter().flat_map(|request| {
             [UNTIL_IDLE, DELAYED, LONG_REQUESTS].map(|limits| (request, limits))

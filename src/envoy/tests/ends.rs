@@ -16,7 +16,7 @@ async fn an_envoy_that_cannot_start_is_an_error_that_names_its_status() {
 }
 
 #[tokio::test]
-async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
+async fn status_and_record_of_a_crash_persist_until_a_clean_exit() {
     let mut crashing = stage("crashes");
     crashing.config.early = Duration::ZERO;
     let crash = Exit::ByItself(Ended::Signal(11));
@@ -43,7 +43,7 @@ async fn the_exit_status_and_record_of_a_crash_persist_until_a_clean_exit() {
 }
 
 #[tokio::test]
-async fn an_envoy_without_a_page_of_shared_memory_is_started_once_more_without_hot_restart() {
+async fn an_envoy_without_shared_memory_starts_again_without_hot_restart() {
     let mut stage = stage("needs-memory");
     assert!(stage.run(0).await.is_err(), "it exits without hot restart");
     assert!(stage.recorded("arguments").contains("--disable-hot-restart"));
@@ -65,7 +65,7 @@ fn an_exit_by_signal_has_the_exit_code_of_a_shell() {
 }
 
 #[tokio::test]
-async fn an_envoy_that_exits_with_status_0_is_neither_an_error_nor_restarted() {
+async fn an_envoy_that_exits_with_0_is_no_error_and_not_restarted() {
     let mut stage = stage("exits-cleanly");
     stage.config.restarts = Some(budget(1));
     let exit = stage.run(0).await.expect("an end");

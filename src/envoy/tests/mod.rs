@@ -247,7 +247,7 @@ async fn a_first_request_that_is_urgent_skips_the_drain() {
 }
 
 #[tokio::test]
-async fn a_request_longer_than_a_timed_drain_delays_the_end_until_it_has_ended() {
+async fn a_request_longer_than_a_timed_drain_delays_the_end() {
     for active in [0, 3] {
         let (mut stage, admin) = stage("obeys").with_admin(Behaviour::QuitRefused).await;
         stage.config.drain_inbound_only = false;

@@ -22,7 +22,7 @@ fn several(addresses: &[impl std::fmt::Display]) -> Config {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_three_consecutive_failures_the_next_control_plane_is_used_for_ten_minutes() {
+async fn three_consecutive_failures_switch_the_control_plane_for_ten_minutes() {
     let hosts = Hosts::new(several(&["a:1", "b:1", "c:1"]));
     let mut used = String::new();
     for failed in [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1] {
@@ -62,7 +62,7 @@ fn a_single_control_plane_is_never_abandoned() {
 }
 
 #[test]
-fn a_silent_control_plane_is_abandoned_at_once_and_its_later_results_are_ignored() {
+fn a_silent_control_plane_is_abandoned_and_its_late_results_ignored() {
     let hosts = Hosts::new(several(&["a:1", "b:1"]));
     let first = hosts.current().clone();
     // Neither a failure nor a success of the abandoned control plane counts for the one in use.

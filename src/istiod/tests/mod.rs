@@ -145,7 +145,7 @@ async fn connections_that_break_at_once_are_not_dialed_without_a_pause() {
 
 /// Uses paused time, which passes between dials only, because each dial is refused at once.
 #[tokio::test(start_paused = true)]
-async fn a_fleet_dials_at_most_once_per_agent_and_second_and_spreads_its_dials() {
+async fn a_fleet_spreads_its_dials_to_one_per_agent_and_second() {
     const AGENTS: usize = 200;
     const STEP: Duration = Duration::from_millis(50);
     const SECONDS: usize = 60;
@@ -300,7 +300,7 @@ async fn a_silent_peer_times_out() {
 }
 
 #[tokio::test]
-async fn several_addresses_are_tried_and_a_silent_one_does_not_use_up_the_time() {
+async fn several_addresses_are_tried_although_one_is_silent() {
     // On most machines, localhost has an address of each family; on others, only one address is tried.
     let fake = Fake::start(None).await;
     let silent = TcpListener::bind(("::1", fake.address.port())).await;

@@ -63,7 +63,7 @@ async fn an_expired_or_future_istiod_certificate_is_reported_with_both_dates() {
 }
 
 #[tokio::test]
-async fn a_ca_certificate_of_istiod_is_accepted_if_it_is_a_root_or_a_root_has_signed_it() {
+async fn istiods_ca_certificate_is_accepted_if_a_root_has_signed_it() {
     let root = Authority::new("root");
     let (own, middle) = (root.below("istiod"), root.below("middle"));
     let below = middle.below("istiod");

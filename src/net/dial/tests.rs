@@ -97,7 +97,7 @@ async fn the_next_address_is_tried_when_one_refuses() {
 }
 
 #[tokio::test]
-async fn an_address_that_does_not_respond_costs_a_quarter_of_a_second_once() {
+async fn a_silent_address_costs_a_quarter_of_a_second_once() {
     let (_listener, good) = listener().await;
     let (_sockets, slow) = unresponsive();
     let dialer = Dialer::default();

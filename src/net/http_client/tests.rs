@@ -282,7 +282,7 @@ async fn redirects_are_followed_as_configured() {
 }
 
 #[tokio::test]
-async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_lead_through_it() {
+async fn a_proxy_gets_whole_urls_and_its_credentials_and_tunnels_requests() {
     let server = Server::start(&["HTTP/1.1 200 OK\r\n\r\nREQUEST"]).await;
     let address = server.url.trim_start_matches("http://");
     let proxy = Proxy::parse(&format!("u:p@{address}"));

@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_empty_directory_is_replaced_by_a_socket_and_one_with_content_is_not() {
+    async fn a_socket_replaces_an_empty_directory_and_no_other_one() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("XDS");
         fs::create_dir(&path).unwrap();
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_silent_connection_is_closed_and_one_that_speaks_at_once_is_served() {
+    async fn a_silent_connection_is_closed_and_a_speaking_one_is_served() {
         let (_directory, path, _tasks) = start(2);
         let mut silent = UnixStream::connect(&path).await.unwrap();
         assert_eq!(first_byte(&mut silent).await, None);

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_is_absent_and_the_socket_of_an_ended_process_is_dead() {
+    async fn a_file_is_absent_and_the_socket_of_a_process_is_dead() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         assert!(matches!(health(&path).await, Health::Absent));

@@ -102,7 +102,7 @@ async fn an_endless_body_is_truncated() {
 }
 
 #[tokio::test]
-async fn a_host_of_the_other_family_and_a_foreign_source_address_are_errors() {
+async fn hosts_of_the_other_family_and_foreign_source_addresses_are_errors() {
     let kind = Kind::Tcp;
     let app = App::plain().await;
     for (host, source, expected) in [

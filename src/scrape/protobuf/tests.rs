@@ -180,7 +180,7 @@ fn help_and_exemplars_stay() {
 }
 
 #[test]
-fn a_large_family_is_written_in_parts_and_a_large_histogram_is_not_held() {
+fn a_large_family_is_written_in_parts_without_holding_a_histogram() {
     let gauges: String = (0..20_000).map(|n| format!("a{{n=\"{n}\"}} {n}\n")).collect();
     let gauges = convert(format!("# TYPE a gauge\n{gauges}").as_bytes(), Format::Text, 4096);
     assert_eq!(series(&gauges).len(), 20_000);

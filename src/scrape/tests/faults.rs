@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn a_failed_source_leaves_the_others_and_is_counted_in_the_same_page() {
+async fn a_failed_source_leaves_the_others_and_is_counted() {
     let envoy = page("text/plain", "envoy 1\n");
     let missing = server(|stream, _| {
         send(stream, b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n");
@@ -138,7 +138,7 @@ async fn a_target_over_the_limit_is_cut_off_at_a_line() {
 }
 
 #[tokio::test]
-async fn openmetrics_is_aborted_where_a_source_broke_off_and_ends_where_all_are_whole() {
+async fn openmetrics_is_aborted_at_a_broken_source_and_complete_otherwise() {
     let cut = |kind: &'static str| {
         server(move |stream, _| {
             let head = head(kind, "content-length: 100\r\n");

@@ -260,7 +260,7 @@ async fn malformed_lines_are_left_out_of_large_pages_of_any_source() {
 }
 
 #[tokio::test]
-async fn a_connection_is_kept_for_the_next_scrape_and_replaced_when_it_was_closed() {
+async fn a_connection_serves_the_next_scrape_and_is_replaced_when_closed() {
     let connections = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let count = connections.clone();
     let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
@@ -342,7 +342,7 @@ fn slow(lines: usize, time: Duration) -> u16 {
 }
 
 #[tokio::test]
-async fn a_large_and_slow_page_has_the_rest_of_the_time_and_comes_last() {
+async fn a_large_slow_page_comes_last_with_the_remaining_time() {
     let timeout = [("x-prometheus-scrape-timeout-seconds", "3")];
     for lines in [200, 100_000] {
         let envoy = slow(lines, Duration::from_millis(2400));
@@ -356,7 +356,7 @@ async fn a_large_and_slow_page_has_the_rest_of_the_time_and_comes_last() {
 }
 
 #[tokio::test]
-async fn a_slow_target_gets_its_share_and_a_late_one_the_time_after_a_large_page() {
+async fn a_slow_target_gets_its_share_and_a_late_one_the_rest() {
     let timeout = [("x-prometheus-scrape-timeout-seconds", "3")];
     let large: String = (0..50_000).map(|n| format!("e{{n=\"{n}\"}} 1\n")).collect();
     let late = server(|stream, _| {

@@ -44,7 +44,7 @@ impl Log {
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_fault_of_the_authority_is_reported_and_leaves_a_good_certificate_in_use() {
+async fn each_fault_of_the_authority_is_reported_and_the_certificate_stays() {
     // With a single subscriber, `tracing` disables a log line for all threads if the thread of another test, which has
     // no subscriber, reaches the line first. A second subscriber prevents this.
     let _another = tracing::Dispatch::new(tracing_subscriber::registry());
@@ -131,7 +131,7 @@ async fn keys_after(code: Code, falls_back_to_rsa: bool) -> (usize, Vec<u8>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_authority_that_may_have_refused_the_default_key_is_asked_for_rsa_from_then_on() {
+async fn an_authority_that_may_refuse_the_default_key_gets_rsa_requests() {
     for (code, requests) in [
         (Code::InvalidArgument, 3),
         (Code::FailedPrecondition, 3),
@@ -217,7 +217,7 @@ async fn a_certificate_without_any_lifetime_is_requested_again_with_backoff() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clock_ahead_of_the_certificates_end_serves_it_and_renews_it_each_minute() {
+async fn a_clock_ahead_serves_the_certificate_and_renews_each_minute() {
     let mut fixture = start(config(), Answer::Waits);
     fixture.authority.set_skew(-25 * 3600);
     fixture.authority.set(Answer::Signed);
@@ -268,7 +268,7 @@ async fn every_certificate_published_during_a_root_rotation_is_valid_under_its_r
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clock_that_jumps_and_a_resumed_machine_renew_within_seconds_of_the_time_due() {
+async fn jumped_clocks_and_resumed_machines_renew_within_seconds() {
     // The renewal is due half an hour later.
     let early = 11 * HOUR + 30 * MINUTE;
     for (is_forward, expected) in [(true, Duration::ZERO), (false, 30 * MINUTE)] {
@@ -301,7 +301,7 @@ async fn a_machine_resumed_between_two_attempts_makes_the_next_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn mesh_roots_are_added_to_the_authoritys_and_a_changed_bundle_causes_a_renewal() {
+async fn mesh_roots_join_the_authoritys_and_a_changed_bundle_causes_renewal() {
     let other = FakeAuthority::new(&clock());
     let mut fixture = start(config(), Answer::Waits);
     fixture.secrets.set_mesh_bundle(&other.root_pem()).expect("is one");
@@ -415,7 +415,7 @@ async fn lines_of(failures: u32, answer: Answer, has_certificate: bool) -> Vec<S
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failure_is_two_lines_and_its_repetitions_are_logged_at_growing_intervals() {
+async fn a_failure_is_two_lines_and_repetitions_follow_at_growing_intervals() {
     const OURS: &str = "resource:default failed to sign: ";
     let refused = Answer::Fails(Code::Unavailable);
     for (has_certificate, theirs) in [

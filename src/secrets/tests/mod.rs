@@ -249,7 +249,7 @@ async fn a_foreign_identity_and_a_different_clock_are_reported_and_not_refused()
 }
 
 #[tokio::test]
-async fn an_answer_is_served_as_envoy_reads_it_and_its_empty_elements_are_skipped() {
+async fn an_answer_is_served_readable_for_envoy_without_empty_elements() {
     const BROKEN: &str = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
     let authority = FakeAuthority::new(&clock());
     let ours = config().identity;
@@ -378,7 +378,7 @@ async fn the_dates_of_the_certificate_are_reported_also_when_it_has_expired() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_snapshot_has_what_is_served_and_the_latest_problem_and_no_key() {
+async fn the_snapshot_has_served_secrets_and_the_problem_but_no_key() {
     let mut fixture = start(config(), Answer::Signed);
     let empty = fixture.secrets.snapshot();
     assert!(empty.secrets.iter().all(|secret| !secret.served));

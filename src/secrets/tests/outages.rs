@@ -212,7 +212,7 @@ async fn no_second_after_an_outage_has_more_than_2n_in_w_requests() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_changed_trust_bundle_renews_the_certificates_of_a_fleet_evenly_within_a_minute() {
+async fn a_changed_trust_bundle_renews_a_fleet_evenly_within_a_minute() {
     const AGENTS: usize = 300;
     fastrand::seed(68);
     let (clock, registry) = (clock(), Registry::default());

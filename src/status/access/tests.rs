@@ -220,7 +220,7 @@ async fn a_connection_that_its_process_has_closed_has_no_user() {
 
 /// When the agent queries the kernel, another process may already use the port of a reset connection.
 #[tokio::test]
-async fn a_reset_connection_does_not_have_the_user_of_the_next_one_from_its_port() {
+async fn a_reset_connection_does_not_have_the_next_ones_user() {
     let listener = TcpListener::bind((HERE, 0)).await.expect("a port");
     let to = listener.local_addr().expect("an address");
     let own = geteuid().as_raw();

@@ -390,7 +390,7 @@ fn outages_are_placed_on_a_line_from_the_start_to_now() {
 }
 
 #[test]
-fn the_bar_of_a_certificate_shows_how_much_of_its_life_has_passed() {
+fn the_bar_of_a_certificate_shows_its_past_life() {
     for (begin, end, width, word) in [
         ("2026-01-31T11:00:00Z", "2026-01-31T15:00:00Z", "25.0", "ok\">expires"),
         ("2026-01-31T10:00:00Z", "2026-01-31T11:00:00Z", "100.0", "error\">expired"),

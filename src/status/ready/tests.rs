@@ -158,7 +158,7 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
 }
 
 #[tokio::test]
-async fn a_missing_name_table_is_not_explained_by_a_failed_call_but_by_a_missing_connection() {
+async fn a_missing_connection_explains_a_missing_name_table() {
     let fake = crate::istiod::fake::Fake::start(None).await;
     let (istiod, _tasks) = crate::istiod::fake::run(crate::istiod::fake::plaintext(fake.address));
     let pod = Pod::with(Some(istiod.clone()), Some(dns())).await;
@@ -196,7 +196,7 @@ async fn a_new_envoy_process_is_checked_again() {
 }
 
 #[tokio::test]
-async fn a_pod_without_a_secret_that_envoy_has_refused_is_not_ready_until_it_has_one() {
+async fn a_pod_is_not_ready_without_a_secret_that_envoy_refused() {
     let pod = Pod::new().await;
     let problem = Problem::new(codes::SECRET_REFUSED, "secret default", "Envoy refuses it: no");
     pod.rejections.lock().insert(7, problem.clone());
@@ -272,7 +272,7 @@ async fn the_watch_marks_readiness_without_a_probe_and_then_stops() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_envoy_that_starts_slowly_is_asked_less_often_until_another_process_starts() {
+async fn a_slow_envoy_is_asked_less_often_until_another_one_starts() {
     let pod = Pod::new().await;
     pod.set_response("");
     let ready = pod.ready.clone();

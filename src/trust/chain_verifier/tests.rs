@@ -143,7 +143,7 @@ fn assert_refused(outcome: Result<(), String>, why: &str) {
 }
 
 #[tokio::test]
-async fn a_ca_certificate_that_is_a_root_or_signed_by_one_is_accepted_as_a_leaf() {
+async fn a_root_or_root_signed_ca_certificate_is_accepted_as_leaf() {
     let plain = root("root", unchanged);
     let shallow = root("shallow", |root| {
         root.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -234,7 +234,7 @@ async fn a_ca_certificate_with_a_fault_is_refused_as_a_leaf() {
 }
 
 #[tokio::test]
-async fn a_ca_certificate_as_a_leaf_without_an_eligible_root_is_refused_with_the_remedy() {
+async fn a_leaf_ca_certificate_without_eligible_root_is_refused_with_remedy() {
     let remedy = "CN=leaf, issued by CN=root, is a CA's (CA:TRUE), and no root has signed it \
                 directly: issue it with -addext basicConstraints=CA:FALSE (openssl) or isCA: false";
     let plain = root("root", unchanged);

@@ -256,7 +256,7 @@ async fn a_module_outlives_a_restart_unless_its_file_was_changed() {
 }
 
 #[tokio::test]
-async fn a_failed_fetch_is_repeated_after_its_wait_and_at_once_for_a_changed_object() {
+async fn a_failed_fetch_is_repeated_after_a_wait_or_a_change() {
     let is_there = Arc::new(AtomicBool::new(false));
     let serves = is_there.clone();
     let server = Server::start(move |_, _| {
@@ -308,7 +308,7 @@ async fn a_fetch_ends_with_its_time_limit_and_with_the_agent() {
 }
 
 #[tokio::test]
-async fn a_response_with_resources_that_cannot_be_read_is_refused_with_all_reasons() {
+async fn a_response_with_unreadable_resources_is_refused_with_all_reasons() {
     let directory = tempfile::tempdir().expect("a directory");
     let agent = start(config(directory.path()));
     let broken = resource("broken", HTTP, b"\xff".to_vec());

@@ -242,7 +242,7 @@ async fn a_url_that_contains_a_digest_does_not_share_a_pinned_module() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_done_on_disk_at_the_start_and_a_disk_that_hangs_is_given_up() {
+async fn nothing_happens_on_disk_at_start_and_a_hanging_disk_is_abandoned() {
     let directory = tempfile::tempdir().expect("a directory");
     let data = directory.path().join("data");
     std::fs::create_dir(&data).expect("a directory");
@@ -316,7 +316,7 @@ async fn four_modules_are_fetched_at_a_time() {
 }
 
 #[tokio::test]
-async fn a_filter_without_its_module_is_reported_until_it_has_one_or_is_forgotten() {
+async fn a_filter_without_its_module_is_reported_until_it_has_one() {
     let server = Server::start(|_, count| match count {
         0 => answer("404 Not Found", "", b""),
         _ => ok(MODULE),

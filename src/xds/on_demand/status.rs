@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn problems_and_summary_tell_what_is_not_loaded_from_what_does_not_exist() {
+    fn problems_and_summary_distinguish_unloaded_clusters_from_absent_ones() {
         let mut snapshot = OnDemandSnapshot { known: 30, sent: 4, ..Default::default() };
         assert_eq!(snapshot.problems(), []);
         let expected =

@@ -257,7 +257,7 @@ fn tcp_listener(name: &str, cluster: &str) -> (String, Vec<u8>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cluster_is_sent_with_its_endpoints_in_hand_and_istiod_gets_no_name_of_it() {
+async fn a_cluster_is_sent_with_its_endpoints_and_istiod_gets_no_name() {
     let mut stream = Stream::ready(&[eds(A), eds(B)]);
     stream.ask(CLUSTER, &[A]);
     let [request] = &stream.take_for_istiod()[..] else { panic!("one request") };
@@ -405,7 +405,7 @@ async fn nothing_is_denied_before_istiod_has_named_its_clusters() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_istiod_is_away_clusters_come_from_the_ledger_if_their_endpoints_do() {
+async fn clusters_come_from_the_ledger_during_an_outage_if_their_endpoints_do() {
     let mut stream = Stream::ready(&[eds(A), eds(B)]);
     stream.load(A);
     stream.reconnect();
@@ -487,7 +487,7 @@ async fn the_first_listeners_follow_the_endpoints_of_clusters_that_they_name() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn clusters_that_are_created_again_come_at_once_and_stay_while_others_follow() {
+async fn clusters_created_again_come_at_once_and_stay_while_others_follow() {
     let (a, b) = (eds(A), eds(B));
     let mut stream = Stream::ready(&[a.clone(), b.clone()]);
     stream.load(A);
@@ -559,7 +559,7 @@ async fn clusters_whose_endpoints_envoy_asks_for_are_not_late() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_envoy_that_is_slow_with_changed_clusters_gets_the_endpoints_of_one_again() {
+async fn an_envoy_slow_with_changed_clusters_gets_endpoints_of_one_again() {
     let mut stream = Stream::ready(&[eds(A), eds(B)]);
     stream.load(A);
     stream.load(B);

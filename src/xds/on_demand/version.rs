@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_envoy_gets_all_clusters_on_all_streams_and_the_log_says_so_once() {
+    fn an_old_envoy_gets_all_clusters_and_the_log_says_so_once() {
         for (version, is_old) in [([1, 38, 3], true), ([1, 39, 0], false)] {
             let request = DeltaDiscoveryRequest {
                 node: Some(Node::decode(node(Some(version), "")).unwrap()),

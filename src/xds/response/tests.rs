@@ -137,7 +137,7 @@ fn types_envoy_must_not_see_are_withheld_by_name() {
 }
 
 #[test]
-fn a_large_message_flows_from_its_first_resource_on_and_nothing_of_it_is_held() {
+fn a_large_message_flows_from_its_first_resource_and_is_not_held() {
     let stream = frame(&message(Protocol::Delta, CLUSTER, 1000, 10_000));
     let mut reader = ResponseReader::new(Protocol::Delta, Interceptors::default());
     let (mut seen, mut flowed) = (0, 0);
@@ -212,7 +212,7 @@ fn a_malformed_message_for_envoy_passes() {
 }
 
 #[test]
-fn bad_messages_of_istiod_end_the_stream_with_a_status_that_says_why() {
+fn bad_messages_of_istiod_end_the_stream_with_the_reason() {
     let cases: [(&[u8], Code, &str); 3] = [
         (&[1, 0, 0, 0, 1, 0], Code::Internal, "compressed"),
         (&[0, 0, 0, 0, 3, 0x22, 9, b'x'], Code::Internal, "longer than its message"),

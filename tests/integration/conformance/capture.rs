@@ -13,7 +13,7 @@ fn run(words: &str) -> Output {
 }
 
 #[test]
-fn istio_iptables_prints_rules_and_its_exit_codes_tell_settings_from_command_lines() {
+fn exit_codes_of_istio_iptables_tell_settings_from_command_lines() {
     if !is_this_agent("rules on standard output") {
         return;
     }

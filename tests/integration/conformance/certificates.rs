@@ -65,7 +65,7 @@ async fn unusable_answers_are_logged_and_never_served() {
 }
 
 #[tokio::test]
-async fn an_expired_leaf_is_served_with_a_warning_while_there_is_no_other() {
+async fn an_expired_leaf_is_served_with_a_warning_without_another() {
     let istiod = restarted(local_istiod().await, |options| {
         options.max_cert_ttl = Duration::ZERO;
     })

@@ -234,7 +234,7 @@ for name in sys.argv[2:]:
 "#;
 
 #[tokio::test]
-async fn a_c_ares_client_gets_names_of_the_mesh_after_a_resolver_has_sent_a_cookie() {
+async fn a_c_ares_client_gets_mesh_names_after_a_resolvers_cookie() {
     let requirements = "tests/integration/conformance/dns-requirements.txt";
     let Some(package) = package(requirements, "GRPC_TESTS") else {
         return;

@@ -35,7 +35,7 @@ async fn assert_serves(place: &Place, istiod: &mut LocalIstiod) {
 }
 
 #[tokio::test]
-async fn after_all_floods_a_good_envoy_is_served_and_memory_has_not_grown() {
+async fn a_good_envoy_is_served_after_floods_and_memory_has_not_grown() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let agent = place.start().await;
@@ -102,7 +102,7 @@ async fn requests_while_istiod_is_unreachable_are_buffered_up_to_a_limit() {
 }
 
 #[tokio::test]
-async fn a_flood_that_istiod_does_not_read_is_bounded_and_its_memory_is_released() {
+async fn a_flood_that_istiod_does_not_read_is_bounded_and_released() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let agent = place.start().await;

@@ -31,7 +31,7 @@ fn fifo(directory: &Path) -> String {
 }
 
 #[test]
-fn standard_input_is_read_and_another_pipe_is_an_error_that_names_it() {
+fn standard_input_is_read_and_another_pipe_is_a_named_error() {
     if !is_this_agent("preflight and scope") {
         return;
     }
@@ -68,7 +68,7 @@ fn standard_input_is_read_and_another_pipe_is_an_error_that_names_it() {
 }
 
 #[test]
-fn no_control_character_of_a_manifest_or_of_a_usage_reaches_the_terminal() {
+fn no_control_character_of_an_input_reaches_the_terminal() {
     if !is_this_agent("preflight and scope") {
         return;
     }

@@ -110,7 +110,7 @@ async fn a_refused_connection_is_logged_and_envoys_stream_held_until_istiod_retu
 }
 
 #[tokio::test]
-async fn a_certificate_for_another_name_is_refused_until_a_right_one_is_served() {
+async fn a_certificate_for_another_name_is_refused_until_one_fits() {
     let mut options = options();
     let names = std::mem::take(&mut options.extra_names);
     let istiod = LocalIstiod::start(options).await.unwrap();
@@ -134,7 +134,7 @@ async fn next_answered_stream(envoy: &mut Envoy, istiod: &mut LocalIstiod) -> St
 }
 
 #[tokio::test]
-async fn every_status_of_an_istiod_that_has_answered_reaches_envoy_with_its_message() {
+async fn each_status_of_istiod_reaches_envoy_with_its_message() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     let _agent = place.start().await;

@@ -7,7 +7,7 @@ use crate::support::programs::is_this_agent;
 use crate::support::{local_istiod, relays};
 
 #[tokio::test]
-async fn log_levels_are_set_by_the_request_command_and_go_back_by_themselves() {
+async fn the_request_command_sets_log_levels_that_expire() {
     if !is_this_agent("levels at run time") {
         return;
     }

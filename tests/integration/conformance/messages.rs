@@ -96,7 +96,7 @@ fn output_that_is_not_read_is_no_error() {
 }
 
 #[test]
-fn a_misspelt_command_flag_variable_or_member_is_reported_with_the_nearest_name() {
+fn misspelt_commands_flags_variables_and_members_get_the_nearest_name() {
     if !is_this_agent("its hints") {
         return;
     }
@@ -144,7 +144,7 @@ fn a_misspelt_command_flag_variable_or_member_is_reported_with_the_nearest_name(
 }
 
 #[test]
-fn a_failed_command_that_prints_data_writes_only_its_error_to_standard_error() {
+fn a_failed_command_writes_only_its_error_to_standard_error() {
     if !is_this_agent("its outputs") {
         return;
     }

@@ -109,7 +109,7 @@ async fn the_next_agent_uses_the_written_certificate_as_its_client_certificate()
 }
 
 #[tokio::test]
-async fn a_cached_certificate_is_served_after_a_restart_while_the_authority_is_down() {
+async fn a_cached_certificate_is_served_while_the_authority_is_down() {
     let istiod = local_istiod().await;
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let place = Place::of(&istiod)

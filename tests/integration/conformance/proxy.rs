@@ -62,7 +62,7 @@ impl Drop for Tinyproxy {
 }
 
 #[tokio::test]
-async fn certificates_and_discovery_go_through_a_proxy_also_after_a_restart_of_istiod() {
+async fn certificates_and_discovery_use_a_proxy_also_after_istiod_restarts() {
     let Some(proxy) = Tinyproxy::start() else {
         return;
     };

@@ -52,7 +52,7 @@ async fn broken_roots_are_logged_and_repaired_ones_used_without_a_restart() {
 }
 
 #[tokio::test]
-async fn roots_of_the_system_are_those_of_ssl_cert_file_and_ssl_cert_dir() {
+async fn ssl_cert_file_and_ssl_cert_dir_name_the_systems_roots() {
     for (file, directory) in [("own.pem", "none"), ("none", "none:own")] {
         let mut istiod = local_istiod().await;
         let place = Place::of(&istiod)
@@ -71,7 +71,7 @@ async fn roots_of_the_system_are_those_of_ssl_cert_file_and_ssl_cert_dir() {
 }
 
 #[tokio::test]
-async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
+async fn a_missing_root_at_the_start_is_an_error_with_its_file() {
     let place = Place::of(&local_istiod().await);
     std::fs::remove_file(place.path(ROOT)).unwrap();
     let (code, log) = place.ends().await;
@@ -81,7 +81,7 @@ async fn a_missing_root_at_the_start_is_an_error_that_names_the_file() {
 }
 
 #[tokio::test]
-async fn the_root_of_another_mesh_is_refused_and_the_right_one_used_once_it_is_there() {
+async fn another_meshs_root_is_refused_and_the_right_one_used_later() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     place.write(ROOT, local_istiod().await.root_pem());
@@ -92,7 +92,7 @@ async fn the_root_of_another_mesh_is_refused_and_the_right_one_used_once_it_is_t
 }
 
 #[tokio::test]
-async fn a_refused_token_holds_envoys_stream_until_a_valid_one_is_read_without_a_restart() {
+async fn a_refused_token_holds_envoys_stream_until_a_valid_one_exists() {
     let mut istiod = local_istiod().await;
     let expired = istiod.mint_token("default", "bench", Duration::ZERO).unwrap();
     let foreign = token(&local_istiod().await);

@@ -321,7 +321,7 @@ async fn a_source_that_hangs_does_not_exceed_the_timeout_of_the_scraper() {
 }
 
 #[tokio::test]
-async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetrics() {
+async fn a_broken_source_leaves_its_lines_in_text_and_aborts_openmetrics() {
     if !is_this_agent("no series that vanish unnoticed") {
         return;
     }
@@ -348,7 +348,7 @@ async fn a_source_that_breaks_off_leaves_its_lines_in_text_and_aborts_openmetric
 }
 
 #[tokio::test]
-async fn an_exporter_that_always_answers_in_gzip_and_a_registry_written_twice_are_read() {
+async fn a_gzip_only_exporter_and_a_registry_written_twice_are_read() {
     if !is_this_agent("gzip that was not asked for") {
         return;
     }
@@ -380,7 +380,7 @@ async fn unknown_content_encodings_of_a_page_are_ignored() {
 }
 
 #[tokio::test]
-async fn a_target_without_an_eof_line_loses_no_samples_of_the_other_targets() {
+async fn a_target_without_eof_loses_no_samples_of_others() {
     if !is_this_agent("valid samples of such a target") {
         return;
     }
@@ -499,7 +499,7 @@ async fn prometheus_has_all_series_of_the_page() {
 }
 
 #[tokio::test]
-async fn prometheus_has_the_same_series_of_a_page_in_text_and_in_protobuf() {
+async fn prometheus_reads_the_same_series_from_text_and_protobuf() {
     if !is_this_agent("pages in protobuf") {
         return;
     }
@@ -570,7 +570,7 @@ fn normalized(samples: Samples) -> Samples {
 }
 
 #[tokio::test]
-async fn a_source_in_protobuf_that_the_scraper_does_not_accept_is_a_failure() {
+async fn a_protobuf_source_that_the_scraper_does_not_accept_is_a_failure() {
     if !is_this_agent("pages in protobuf") {
         return;
     }

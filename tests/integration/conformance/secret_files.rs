@@ -100,7 +100,7 @@ async fn every_mode_of_files_serves_them_without_an_authority() {
 }
 
 #[tokio::test]
-async fn text_that_is_no_pem_is_named_in_the_log_without_its_content_and_comments_are_not() {
+async fn text_that_is_not_pem_is_logged_without_content() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let ((chain, key), (other, _)) = (generated(), generated());
@@ -190,7 +190,7 @@ fn write_pairs(place: &Place, count: usize, absent: usize) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_request_for_500_names_is_answered_with_the_499_secrets_that_exist() {
+async fn a_request_for_500_names_is_answered_with_the_499_existing() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).kind("router");
     let names = write_pairs(&place, 500, 77);
@@ -214,7 +214,7 @@ async fn a_request_for_500_names_is_answered_with_the_499_secrets_that_exist() {
 }
 
 #[tokio::test]
-async fn the_agent_serves_only_secrets_from_files_next_to_an_external_sds_server() {
+async fn the_agent_serves_only_file_secrets_next_to_external_sds() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let socket = place.sds_socket();
@@ -249,7 +249,7 @@ async fn the_agent_serves_only_secrets_from_files_next_to_an_external_sds_server
 }
 
 #[tokio::test]
-async fn a_read_only_root_next_to_an_external_sds_server_disables_only_secrets_from_files() {
+async fn a_read_only_root_next_to_external_sds_disables_file_secrets() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     // This file prevents the agent from creating the directory, as a read-only root file system would.

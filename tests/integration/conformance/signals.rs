@@ -56,7 +56,7 @@ async fn the_agent_ends_and_leaves_no_process_after_any_order_of_events() {
 }
 
 #[tokio::test]
-async fn an_agent_that_is_told_to_stop_before_it_starts_envoy_builds_nothing_more() {
+async fn an_agent_stopped_before_envoy_starts_builds_nothing_more() {
     let istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     // The agent asks the process behind this socket, which is silent, before it serves.
@@ -72,7 +72,7 @@ async fn an_agent_that_is_told_to_stop_before_it_starts_envoy_builds_nothing_mor
 }
 
 #[tokio::test]
-async fn signals_that_pilot_agent_ignores_are_ignored_and_have_their_defaults_in_envoy() {
+async fn signals_that_pilot_agent_ignores_are_ignored_but_not_by_envoy() {
     let istiod = local_istiod().await;
     // The process that starts an agent may have ignored these signals, and the agent inherits this.
     let place = Place::with_envoy(&istiod).started_by(&["env", "--ignore-signal=USR1,ALRM"]);
@@ -105,7 +105,7 @@ async fn signals_that_pilot_agent_ignores_are_ignored_and_have_their_defaults_in
 }
 
 #[tokio::test]
-async fn an_envoy_with_a_closed_admin_port_is_terminated_after_its_drain_time() {
+async fn an_envoy_without_admin_port_is_terminated_after_its_drain_time() {
     let place = Place::with_envoy(&local_istiod().await)
         .proxy("proxyAdminPort", json!(free_port()))
         .proxy("terminationDrainDuration", json!("100ms"));

@@ -29,7 +29,7 @@ fn make_parent(path: &std::path::Path) {
 }
 
 #[tokio::test]
-async fn a_stale_socket_is_replaced_and_the_new_one_is_open_to_envoy() {
+async fn a_stale_socket_is_replaced_and_open_to_envoy() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     make_parent(&place.xds_socket());
@@ -49,7 +49,7 @@ async fn a_stale_socket_is_replaced_and_the_new_one_is_open_to_envoy() {
 }
 
 #[tokio::test]
-async fn a_discovery_socket_in_use_is_replaced_with_an_error_that_names_the_process() {
+async fn a_discovery_socket_in_use_is_replaced_with_a_named_error() {
     let mut istiod = local_istiod().await;
     let place = Place::of(&istiod);
     make_parent(&place.xds_socket());
@@ -125,7 +125,7 @@ async fn every_problem_of_a_configuration_is_reported() {
 }
 
 #[tokio::test]
-async fn unknown_node_types_are_refused_and_unknown_flags_are_named_and_left_out() {
+async fn unknown_node_types_are_refused_and_unknown_flags_are_left_out() {
     let mut istiod = local_istiod().await;
     let gateway = Place::of(&istiod).kind("gateway");
     refuses_to_start(&gateway, &["invalid proxy Type: gateway"]).await;
@@ -174,7 +174,7 @@ fn read(line: &str, is_json: bool) -> Option<(String, String, Value)> {
 }
 
 #[tokio::test]
-async fn log_lines_that_monitoring_searches_for_equal_pilot_agents_in_text_and_json() {
+async fn log_lines_that_monitoring_searches_equal_pilot_agents() {
     for is_json in [false, true] {
         let place = Place::with_envoy(&local_istiod().await)
             .set("INSTANCE_IP", "10.1.2.3")

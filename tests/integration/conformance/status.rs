@@ -226,7 +226,7 @@ async fn a_terminating_agent_keeps_its_port_and_is_not_ready() {
 }
 
 #[tokio::test]
-async fn a_hung_admin_port_makes_the_pod_unready_and_delays_no_other_answer() {
+async fn a_hung_admin_port_makes_the_pod_unready_without_delaying_answers() {
     if !is_this_agent("one question for a whole crowd") {
         return;
     }
@@ -490,7 +490,7 @@ async fn clients_that_send_slowly_do_not_lock_out_the_kubelet() {
 }
 
 #[tokio::test]
-async fn a_head_over_the_limit_is_refused_and_a_large_one_is_not() {
+async fn a_head_over_the_limit_is_refused_and_others_are_not() {
     let place = Place::of(&local_istiod().await);
     let _agent = started(&place).await;
     let port = place.status_port();

@@ -89,7 +89,7 @@ async fn peak(directory: &Path, admin: u16, file: &str) -> (u64, String) {
 }
 
 #[tokio::test]
-async fn the_memory_of_a_bundle_does_not_grow_with_the_configuration_of_envoy() {
+async fn a_bundles_memory_does_not_grow_with_envoys_configuration() {
     if !is_this_agent("its command support-bundle") {
         return;
     }
@@ -113,7 +113,7 @@ async fn the_memory_of_a_bundle_does_not_grow_with_the_configuration_of_envoy() 
 }
 
 #[test]
-fn a_bundle_goes_to_a_new_file_or_to_a_reader_and_to_no_terminal() {
+fn a_bundle_goes_to_a_new_file_or_reader_and_no_terminal() {
     if !is_this_agent("its command support-bundle") {
         return;
     }

@@ -22,7 +22,7 @@ fn run(program: &Path, words: &[&str], variable: &str) -> Output {
 }
 
 #[test]
-fn istiod_is_told_the_version_of_metadata_or_of_the_image_or_of_the_build() {
+fn istiod_is_told_the_version_of_metadata_image_or_build() {
     if !is_this_agent("the version of its image") {
         return;
     }

@@ -187,7 +187,7 @@ async fn the_doctor_names_each_missing_module_with_cause_and_remedy() {
 }
 
 #[tokio::test]
-async fn a_name_that_resolves_to_a_blocked_address_at_the_second_lookup_is_refused() {
+async fn a_blocked_address_at_the_second_lookup_is_refused() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod).set("WASM_HTTP_REQUEST_MAX_RETRIES", "2");
     place.write("hosts", "127.0.0.1 modules.test\n");
@@ -218,7 +218,7 @@ async fn a_name_that_resolves_to_a_blocked_address_at_the_second_lookup_is_refus
 }
 
 #[tokio::test]
-async fn a_download_that_a_kill_cuts_off_is_not_taken_for_a_module() {
+async fn a_download_cut_by_a_kill_is_not_a_module() {
     let mut istiod = local_istiod().await;
     let place = Place::with_envoy(&istiod);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

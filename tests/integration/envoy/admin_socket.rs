@@ -70,8 +70,8 @@ async fn envoys_port_is_closed_and_only_its_user_can_open_the_socket() {
 }
 
 #[tokio::test]
-async fn another_user_and_group_of_the_pod_own_the_socket_and_its_directory() {
-    const TEST: &str = "another_user_and_group_of_the_pod_own_the_socket_and_its_directory";
+async fn another_user_of_the_pod_owns_socket_and_directory() {
+    const TEST: &str = "another_user_of_the_pod_owns_socket_and_directory";
     if !namespace::is_inside(&format!("admin_socket::{TEST}")) {
         return;
     }
@@ -103,7 +103,7 @@ async fn requests_of_the_command_go_to_the_socket() {
 }
 
 #[tokio::test]
-async fn istios_setting_closes_the_control_paths_of_the_status_port_and_the_own_one_does_not() {
+async fn only_istios_setting_closes_control_paths_of_the_status_port() {
     let control_plane = ControlPlane::of(&[]).await;
     let paths = ["GET /drain", "POST /drain", "GET /quitquitquit", "POST /quitquitquit"];
     let Some(istios) = pod(&ISTIOS, &control_plane).await else { return };
@@ -117,7 +117,7 @@ async fn istios_setting_closes_the_control_paths_of_the_status_port_and_the_own_
 }
 
 #[tokio::test]
-async fn a_socket_of_a_killed_envoy_is_replaced_and_one_in_use_is_not() {
+async fn a_killed_envoys_socket_is_replaced_and_a_used_one_is_not() {
     let control_plane = ControlPlane::of(&[]).await;
     let Some(mut pod) = pod(&[OWN], &control_plane).await else { return };
     pod.kill().await;

@@ -232,7 +232,7 @@ fn counter(stats: &str, name_end: &str) -> Option<u64> {
 }
 
 #[tokio::test]
-async fn a_root_that_was_replaced_on_disk_is_the_only_one_trusted_at_the_next_dial() {
+async fn a_root_replaced_on_disk_is_alone_trusted_at_the_next_dial() {
     let Some(binary) = envoy_binary() else { return };
     let is_opened = |event: &Event| matches!(event, Event::Opened { .. });
     let mut control_plane = ControlPlane::of(&[]).await;

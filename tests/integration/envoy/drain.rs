@@ -83,7 +83,7 @@ struct Outcome {
 }
 
 #[tokio::test]
-async fn no_response_to_a_request_that_envoy_accepted_is_lost_in_a_drain() {
+async fn no_response_to_an_accepted_request_is_lost_in_a_drain() {
     let Some(binary) = envoy_binary() else { return };
     let runs = variable("RUNS").map_or(RUNS, |runs| runs.to_str().unwrap().parse().unwrap());
     let mut figures = Figures::default();
@@ -109,7 +109,7 @@ async fn no_response_to_a_request_that_envoy_accepted_is_lost_in_a_drain() {
 
 /// Checks what the agent logs about a connection or a request that is open when the drain ends.
 #[tokio::test]
-async fn an_open_stream_delays_envoys_exit_as_announced_and_an_idle_connection_does_not() {
+async fn an_open_stream_delays_envoys_exit_and_an_idle_connection_does_not() {
     let Some(binary) = envoy_binary() else { return };
     for (open, expected) in [
         ("idle", "Envoy has no active requests left"),
@@ -200,7 +200,7 @@ async fn envoy_accepts_connections_during_the_delay_before_the_drain_of_a_hook()
 }
 
 #[tokio::test]
-async fn a_signal_after_the_hook_waits_for_the_rest_of_the_delay_and_quitquitquit_does_not() {
+async fn a_signal_after_the_hook_awaits_the_delay_and_quitquitquit_does_not() {
     let Some(binary) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[]).await;
     let environment =

@@ -49,7 +49,7 @@ fn proxy_config(probed: u16, more: Value) -> String {
 }
 
 #[tokio::test]
-async fn each_health_change_is_reported_to_istiod_also_after_restarts_and_at_a_drain() {
+async fn istiod_learns_each_health_change_also_after_restarts_and_in_drains() {
     let Some(binary) = envoy_binary() else { return };
     let mut control_plane = ControlPlane::of(&[]).await;
     let port = free_port();
@@ -71,7 +71,7 @@ async fn each_health_change_is_reported_to_istiod_also_after_restarts_and_at_a_d
 }
 
 #[tokio::test]
-async fn an_envoy_in_a_wrapper_reports_the_health_and_its_configuration_is_kept() {
+async fn an_envoy_in_a_wrapper_reports_health_and_its_configuration_is_kept() {
     let Some(binary) = envoy_binary() else { return };
     let directory = tempfile::tempdir().unwrap();
     // Envoy runs as a child of the wrapper and ends with it.
@@ -186,7 +186,7 @@ fn resources(client: u16, always: u16, machine: u16) -> Vec<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_machine_gets_traffic_only_while_its_probe_succeeds_and_no_request_fails() {
+async fn a_machine_gets_traffic_only_while_its_probe_succeeds() {
     let Some(binary) = envoy_binary() else { return };
     let (always, client, machine) = (Backend::start().await, free_port(), free_port());
     let resources = resources(client, always.port, machine);

@@ -227,7 +227,7 @@ async fn hot_restarts_in_a_row_fail_no_request_and_leave_one_envoy() {
 }
 
 #[tokio::test]
-async fn no_other_user_can_open_envoys_hot_restart_sockets_and_a_killed_agents_are_removed() {
+async fn no_other_user_can_open_envoys_hot_restart_sockets() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o7777;
@@ -251,8 +251,7 @@ async fn no_other_user_can_open_envoys_hot_restart_sockets_and_a_killed_agents_a
 }
 
 #[tokio::test]
-async fn an_envoy_starts_without_hot_restart_if_another_user_can_open_the_directory_of_its_sockets()
-{
+async fn an_envoy_with_an_open_socket_directory_starts_without_hot_restart() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let open = fs::Permissions::from_mode(0o755);
@@ -290,7 +289,7 @@ async fn a_successor_keeps_the_workers_of_its_parent_until_a_full_restart() {
 
 /// Runs only if `OTHER_ENVOY_BIN` names an Envoy of another release.
 #[tokio::test]
-async fn an_envoy_of_another_release_takes_over_and_back_and_no_request_fails() {
+async fn an_envoy_of_another_release_takes_over_without_a_failed_request() {
     let Some(binary) = envoy_binary() else { return };
     let Some(other) = variable("OTHER_ENVOY_BIN").map(PathBuf::from) else {
         eprintln!("OTHER_ENVOY_BIN is not set. This test is not run.");
@@ -316,7 +315,7 @@ async fn an_envoy_of_another_release_takes_over_and_back_and_no_request_fails() 
 }
 
 #[tokio::test]
-async fn a_file_that_changes_is_noticed_and_one_that_does_not_changes_nothing() {
+async fn a_changed_file_is_noticed_and_an_unchanged_one_ignored() {
     let Some(binary) = envoy_binary() else { return };
     let stage = Stage::serving(&binary).await;
     stage.pod.agent.signal(Signal::HUP);
@@ -360,7 +359,7 @@ async fn an_annotation_that_a_network_plugin_adds_waits_for_the_next_envoy() {
 }
 
 #[tokio::test]
-async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_follows() {
+async fn bad_inputs_leave_envoy_serving_and_a_good_one_follows() {
     let Some(binary) = envoy_binary() else { return };
     let stage = Stage::serving(&binary).await;
     let load = Load::default().with(Fresh(stage.port));
@@ -395,7 +394,7 @@ async fn a_bad_override_and_a_bad_program_leave_envoy_serving_and_a_good_one_fol
 }
 
 #[tokio::test]
-async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_full_one() {
+async fn a_full_restart_follows_a_successor_killed_before_it_served() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
@@ -441,7 +440,7 @@ async fn after_a_successor_was_killed_before_it_served_the_next_restart_is_a_ful
 }
 
 #[tokio::test]
-async fn a_successor_killed_while_its_parent_exits_ends_the_agent_and_the_parent() {
+async fn a_successor_killed_while_its_parent_exits_ends_the_agent() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let first = stage.only_envoy().await;
@@ -472,7 +471,7 @@ async fn a_successor_that_crashes_while_its_parent_exits_is_restarted() {
 }
 
 #[tokio::test]
-async fn a_successor_of_an_envoy_that_died_early_serves_on_and_can_be_replaced() {
+async fn a_successor_of_a_dead_envoy_serves_and_can_be_replaced() {
     let Some(binary) = envoy_binary() else { return };
     for signal in [Signal::KILL, Signal::TERM] {
         let stage = Stage::serving(&binary).await;
@@ -499,7 +498,7 @@ async fn a_successor_of_an_envoy_that_died_early_serves_on_and_can_be_replaced()
 }
 
 #[tokio::test]
-async fn a_request_to_stop_abandons_a_successor_that_does_not_serve_without_a_failure() {
+async fn a_stop_request_abandons_an_unready_successor_without_failure() {
     let Some(binary) = envoy_binary() else { return };
     let mut stage = Stage::serving(&binary).await;
     let _dead = stage.control_plane.kill().await;

@@ -191,7 +191,7 @@ async fn two_workloads_start_without_a_control_plane() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pod_that_was_annotated_and_labelled_after_its_start_is_served_and_another_node_is_not() {
+async fn a_pod_annotated_after_its_start_is_served_another_node_is_not() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
@@ -251,7 +251,7 @@ fn slow_cluster(resolver: &std::net::UdpSocket) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_envoy_that_needs_seconds_between_two_types_is_served_all_on_one_stream() {
+async fn an_envoy_slow_between_two_types_gets_all_on_one_stream() {
     let Some(binary) = envoy_binary() else { return };
     let (port, resolver) = (free_port(), std::net::UdpSocket::bind("127.0.0.1:0").unwrap());
     let resources = [slow_cluster(&resolver), answering("answering", port)];
@@ -453,7 +453,7 @@ async fn a_control_plane_that_accepts_streams_without_answering_counts_as_unreac
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_the_setting_a_new_envoy_waits_for_the_control_plane_and_nothing_is_kept() {
+async fn a_new_envoy_waits_and_nothing_is_kept_without_the_setting() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::of(&[answering("answering", port)]).await;
@@ -537,7 +537,7 @@ pub(super) async fn assert_one_moment(pod: &Pod, version: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_kill_while_configuration_changes_envoy_serves_what_was_in_force_at_one_moment() {
+async fn envoy_serves_the_state_of_one_moment_after_a_kill_during_changes() {
     let Some(binary) = envoy_binary() else { return };
     let ports = [free_port(), free_port()];
     let mut version = 0;
@@ -581,7 +581,7 @@ async fn after_a_kill_while_configuration_changes_envoy_serves_what_was_in_force
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_istiod_changes_500_times_while_envoy_is_stopped_is_served_after_a_restart() {
+async fn envoy_serves_500_changes_made_while_it_is_stopped_after_a_restart() {
     let Some(binary) = envoy_binary() else { return };
     let ports = [free_port(), free_port()];
     let control_plane = ControlPlane::of(&of_version(0, 3, ports)).await;

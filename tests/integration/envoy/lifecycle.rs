@@ -101,7 +101,7 @@ async fn sigterm_drains_envoy_and_ends_both_with_status_0() {
 
 /// Runs the agent in the way that a systemd unit does: its outputs are sockets of the journal.
 #[tokio::test]
-async fn access_logs_in_dev_stdout_and_stderr_pass_through_outputs_that_are_sockets() {
+async fn access_logs_in_dev_stdout_pass_through_sockets() {
     let Some(binary) = envoy_binary() else { return };
     for output in ["stdout", "stderr"] {
         let (backend, port) = (Backend::start().await, free_port());
@@ -155,7 +155,7 @@ async fn envoy_reopens_its_access_logs_at_sigusr1_which_the_agent_ignores() {
 }
 
 #[tokio::test]
-async fn with_restarts_off_an_envoy_crash_ends_the_agent_with_its_signal_in_the_status() {
+async fn a_crash_with_restarts_off_ends_the_agent_with_envoys_signal() {
     let Some(binary) = envoy_binary() else { return };
     for (signal, expected, restarts) in [(Signal::SEGV, 128 + 11, "0"), (Signal::KILL, 128 + 9, "")]
     {
@@ -204,7 +204,7 @@ async fn an_envoy_that_crashed_serves_again_as_often_as_the_budget_allows() {
 }
 
 #[tokio::test]
-async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_default() {
+async fn an_envoy_that_crashes_serves_again_by_default() {
     let Some(binary) = envoy_binary() else { return };
     let directory = tempfile::tempdir().unwrap();
     let failing = directory.path().join("envoy");
@@ -241,7 +241,7 @@ async fn an_envoy_that_aborts_is_killed_or_exits_with_an_error_serves_again_by_d
 
 /// Stops Envoy in the way that `pkill envoy` does at the end of a job.
 #[tokio::test]
-async fn an_envoy_stopped_by_another_process_is_not_restarted_and_the_agent_exits_with_0() {
+async fn an_envoy_stopped_by_another_process_ends_the_agent_with_0() {
     let Some(binary) = envoy_binary() else { return };
     for signal in [Some(Signal::TERM), Some(Signal::INT), None] {
         let (mut pod, envoy, _port, _backend, _control_plane) = serving(&binary).await;
@@ -288,7 +288,7 @@ impl Drop for Memory {
 }
 
 #[tokio::test]
-async fn an_envoy_that_the_kernel_kills_for_lack_of_memory_is_not_restarted() {
+async fn an_envoy_killed_for_lack_of_memory_is_not_restarted() {
     let Some(binary) = envoy_binary() else { return };
     let Some(memory) = Memory::of(400 << 20) else {
         eprintln!("No control group of memory can be made: this test is not run.");
@@ -319,7 +319,7 @@ async fn an_envoy_that_the_kernel_kills_for_lack_of_memory_is_not_restarted() {
 }
 
 #[tokio::test]
-async fn an_envoy_that_crashes_before_it_serves_ends_the_agent_with_its_signal() {
+async fn an_envoy_that_never_served_ends_the_agent_with_its_signal() {
     let Some(binary) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[]).await;
     let nowhere = json!({ "discoveryAddress": format!("127.0.0.1:{}", free_port()) }).to_string();
@@ -412,7 +412,7 @@ async fn envoy_does_not_outlive_a_killed_agent() {
 
 /// Drains Envoy by the request that the preStop hook of a native sidecar sends, and then sends SIGTERM.
 #[tokio::test]
-async fn a_native_sidecar_that_its_hook_has_drained_exits_at_once_after_sigterm() {
+async fn a_native_sidecar_drained_by_its_hook_exits_at_once_after_sigterm() {
     let Some(binary) = envoy_binary() else { return };
     let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
     // The status port of this pod is not the default port.
@@ -431,7 +431,7 @@ async fn a_native_sidecar_that_its_hook_has_drained_exits_at_once_after_sigterm(
 
 /// Sends the request with which the application of a job ends its sidecar.
 #[tokio::test]
-async fn quitquitquit_from_a_finished_job_ends_agent_and_envoy_at_once_with_0() {
+async fn quitquitquit_from_a_finished_job_ends_agent_and_envoy_with_0() {
     let Some(binary) = envoy_binary() else { return };
     let (mut pod, envoy, port, _backend, _control_plane) = serving_with(&binary, &ENDLESS).await;
     let _open = connect(port).await.unwrap();
@@ -447,7 +447,7 @@ async fn quitquitquit_from_a_finished_job_ends_agent_and_envoy_at_once_with_0() 
 }
 
 #[tokio::test]
-async fn a_gateway_drains_all_its_listeners_and_a_sidecar_those_for_others_only() {
+async fn a_gateway_drains_all_listeners_and_a_sidecar_inbound_ones_only() {
     let Some(binary) = envoy_binary() else { return };
     for (role, drains_outbound) in [("router", true), ("sidecar", false)] {
         let (backend, inbound, outbound) = (Backend::start().await, free_port(), free_port());

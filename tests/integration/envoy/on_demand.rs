@@ -255,7 +255,7 @@ async fn a_service_without_endpoints_delays_no_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_that_does_not_exist_is_answered_at_once_until_it_exists() {
+async fn a_missing_service_is_answered_at_once_until_it_exists() {
     let mut mesh = Mesh::of(&["a"]).await;
     mesh.routed.push("late".to_owned());
     let control_plane = ControlPlane::of(&mesh.resources()).await;

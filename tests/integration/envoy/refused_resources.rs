@@ -302,7 +302,7 @@ async fn stored_are_served(
 }
 
 #[tokio::test]
-async fn a_refused_listener_is_served_in_its_stored_version_and_others_in_the_new_one() {
+async fn a_refused_listener_is_served_stored_and_others_new() {
     let [a, b, c] = [free_port(), free_port(), free_port()];
     let old = answering("a", a);
     let resources = [
@@ -434,7 +434,7 @@ async fn routes_in_a_response_with_a_refused_one_are_served() {
 }
 
 #[tokio::test]
-async fn all_resources_of_a_response_that_is_refused_as_a_whole_come_from_the_store() {
+async fn a_wholly_refused_response_is_served_from_the_store() {
     let (backend, port) = (Backend::start().await, free_port());
     let with = |version: &str, clusters: &[Value]| {
         let rest = [
@@ -469,7 +469,7 @@ async fn all_resources_of_a_response_that_is_refused_as_a_whole_come_from_the_st
 }
 
 #[tokio::test]
-async fn all_listeners_whose_names_are_cut_from_the_reason_come_from_the_store() {
+async fn listeners_whose_names_the_reason_cuts_come_from_the_store() {
     let port = free_port();
     let names: Vec<_> = (10..60).map(|it| format!("{it}-{}", "long".repeat(30))).collect();
     let many = |version: &str| {
@@ -525,7 +525,7 @@ async fn stored_clusters_reach_envoy_before_listeners_of_istiod_that_need_them()
 }
 
 #[tokio::test]
-async fn dependencies_of_stored_resources_that_istiod_does_not_send_come_from_the_store() {
+async fn dependencies_that_istiod_does_not_send_come_from_the_store() {
     let (backend, port) = (Backend::start().await, free_port());
     let (books, web) = (cluster("books"), listener("web", port, "all"));
     let all = |version| with_version(version, routes("all", "books", version));
@@ -560,7 +560,7 @@ async fn dependencies_of_stored_resources_that_istiod_does_not_send_come_from_th
 }
 
 #[tokio::test]
-async fn names_in_the_answer_to_a_stored_response_reach_istiod_without_nonce_and_error() {
+async fn names_in_answers_to_stored_responses_reach_istiod_without_nonce() {
     let (backend, port) = (Backend::start().await, free_port());
     // Envoy sends its first six requests at once; the last of them is the NACK of the routes. The next request waits
     // for four seconds. It is the ACK of the stored routes, and subscribes to the routes of the second listener.
@@ -673,7 +673,7 @@ async fn an_outage_of_istiod_changes_nothing_for_a_stored_listener() {
 }
 
 #[tokio::test]
-async fn the_next_envoy_of_a_hot_restart_is_served_the_stored_listener_too() {
+async fn the_next_hot_restart_envoy_is_served_the_stored_listener() {
     let environment = [
         ("ISTIO_AGENT_HOT_RESTART", "true"),
         ("ISTIO_AGENT_PARENT_SHUTDOWN_TIME", "3s"),
@@ -739,7 +739,7 @@ async fn nothing_is_sent_without_a_stored_version_that_may_be_used() {
 }
 
 #[tokio::test]
-async fn an_envoy_that_was_served_the_store_in_an_outage_keeps_its_listener() {
+async fn an_envoy_served_from_the_store_keeps_its_listener() {
     let Some((mut stage, held, ports)) = with_a_stored_listener(&[]).await else {
         return;
     };

@@ -137,7 +137,7 @@ fn gateway(socket: &Path, port: u16, names: &[String]) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gateway_gets_499_of_500_certificates_at_once_and_the_last_once_it_exists() {
+async fn a_gateway_gets_499_certificates_at_once_and_the_last_later() {
     let Some(binary) = envoy_binary() else { return };
     let directory = tempfile::tempdir().unwrap();
     let control_plane = ControlPlane::of(&[]).await;
@@ -303,7 +303,7 @@ impl Mesh {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn invalid_issues_of_a_root_fail_no_handshake_at_any_position_in_the_file() {
+async fn invalid_issues_of_a_root_fail_no_handshake_at_any_position() {
     let Some(binary) = envoy_binary() else { return };
     let mesh = Mesh::new();
     let control_plane = mesh.control_plane().await;
@@ -320,7 +320,7 @@ async fn invalid_issues_of_a_root_fail_no_handshake_at_any_position_in_the_file(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_revocation_list_is_in_force_in_der_too_and_one_that_envoy_refuses_is_reported() {
+async fn a_der_revocation_list_is_in_force_and_a_refused_one_reported() {
     let Some(binary) = envoy_binary() else { return };
     let mesh = Mesh::new();
     let control_plane = mesh.control_plane().await;

@@ -150,7 +150,7 @@ async fn envoy_serves_with_the_certificate_of_a_spire_agent_started_earlier() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn envoy_serves_with_the_certificate_of_a_spire_agent_that_this_agent_waits_for() {
+async fn envoy_serves_with_the_certificate_of_an_awaited_spire_agent() {
     let Some(sidecar) = Sidecar::start("wait").await else {
         return;
     };
@@ -180,7 +180,7 @@ async fn certificates_that_spire_rotates_fail_no_handshake() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_spire_agent_that_restarts_fails_no_handshake_and_its_next_certificate_is_used() {
+async fn a_restarting_spire_agent_fails_no_handshake_and_its_certificate_is_used() {
     let Some(sidecar) = Sidecar::start("wait").await else {
         return;
     };
@@ -205,7 +205,7 @@ async fn a_spire_agent_that_restarts_fails_no_handshake_and_its_next_certificate
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_agent_that_restarts_while_spire_is_down_leaves_the_socket_to_spire() {
+async fn an_agent_that_restarts_without_spire_leaves_it_the_socket() {
     let Some(mut sidecar) = Sidecar::start("wait").await else {
         return;
     };
@@ -222,7 +222,7 @@ async fn an_agent_that_restarts_while_spire_is_down_leaves_the_socket_to_spire()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_workload_without_a_spire_entry_is_unready_with_the_reason_until_it_has_one() {
+async fn a_workload_is_unready_with_reason_until_spire_has_its_entry() {
     let Some(sidecar) = Sidecar::start("wait").await else {
         return;
     };

@@ -166,7 +166,7 @@ impl Stage {
 }
 
 #[tokio::test]
-async fn a_standby_serves_after_the_agent_was_killed_and_the_agent_that_comes_back_waits() {
+async fn a_standby_serves_after_a_kill_and_the_returning_agent_waits() {
     let Some(envoy) = envoy_binary() else { return };
     let mut stage = Stage::serving(&envoy).await;
     let standby = stage.standby().await;
@@ -212,9 +212,8 @@ async fn a_standby_serves_while_dev_shm_is_full() {
 }
 
 #[tokio::test]
-async fn without_a_page_in_dev_shm_a_container_serves_and_the_doctor_says_what_is_impossible() {
-    const TEST: &str =
-        "without_a_page_in_dev_shm_a_container_serves_and_the_doctor_says_what_is_impossible";
+async fn a_container_without_dev_shm_serves_and_the_doctor_explains() {
+    const TEST: &str = "a_container_without_dev_shm_serves_and_the_doctor_explains";
     let Some(envoy) = envoy_binary() else { return };
     if !has_small_shared_memory(TEST) {
         return;
@@ -228,7 +227,7 @@ async fn without_a_page_in_dev_shm_a_container_serves_and_the_doctor_says_what_i
 }
 
 #[tokio::test]
-async fn a_standby_serves_if_a_pipe_is_in_the_place_of_the_stored_configuration() {
+async fn a_standby_serves_despite_a_pipe_as_stored_configuration() {
     let Some(envoy) = envoy_binary() else { return };
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
@@ -247,7 +246,7 @@ async fn a_standby_serves_if_a_pipe_is_in_the_place_of_the_stored_configuration(
 }
 
 #[tokio::test]
-async fn a_standby_serves_after_an_agent_that_was_told_to_stop_has_drained() {
+async fn a_standby_serves_after_a_stopped_agent_has_drained() {
     let Some(envoy) = envoy_binary() else { return };
     let mut stage = Stage::serving(&envoy).await;
     let _standby = stage.standby().await;
@@ -326,7 +325,7 @@ async fn a_handover_there_and_back_fails_no_request_and_no_probe() {
 }
 
 #[tokio::test]
-async fn the_doctor_has_no_finding_while_a_standby_waits_and_after_it_has_taken_over() {
+async fn the_doctor_has_no_finding_before_and_after_a_standby_takes_over() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;
     let no_finding = async |state: &str| {
@@ -350,7 +349,7 @@ async fn the_doctor_has_no_finding_while_a_standby_waits_and_after_it_has_taken_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_handover_while_configuration_changes_what_was_in_force_at_one_moment_is_served() {
+async fn a_handover_during_changes_serves_the_state_of_one_moment() {
     let Some(envoy) = envoy_binary() else { return };
     let (store, mut version) = (tempfile::tempdir().unwrap(), 0);
     let directory = store.path().to_str().unwrap().to_owned();
@@ -407,7 +406,7 @@ async fn a_container_with_another_build_takes_over_once() {
 }
 
 #[tokio::test]
-async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_survives_its_death() {
+async fn a_successor_has_its_parents_workers_and_survives_its_death() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;
@@ -442,7 +441,7 @@ async fn a_successor_in_the_other_container_has_the_workers_of_its_parent_and_su
 }
 
 #[tokio::test]
-async fn with_each_optional_module_the_former_agent_serves_its_envoy_until_that_has_exited() {
+async fn the_former_agent_serves_its_envoy_with_each_optional_module() {
     let Some(envoy) = envoy_binary() else { return };
     let (store, output) = (tempfile::tempdir_in("/dev/shm").unwrap(), tempfile::tempdir().unwrap());
     let text = |place: &tempfile::TempDir| place.path().to_str().unwrap().to_owned();
@@ -563,7 +562,7 @@ async fn a_container_that_asks_while_envoy_starts_takes_over_once_envoy_serves()
 }
 
 #[tokio::test]
-async fn a_handover_that_fails_leaves_the_agent_serving_and_is_not_tried_again() {
+async fn a_failed_handover_leaves_the_agent_serving_and_is_not_repeated() {
     let Some(envoy) = envoy_binary() else { return };
     for (what, reason) in
         [("exit 1", "exited before it served"), ("kill -9 $PPID", "it has exited")]
@@ -631,7 +630,7 @@ async fn a_handover_fails_without_configuration_and_a_later_one_succeeds() {
 }
 
 #[tokio::test]
-async fn a_hook_of_the_container_that_waits_does_not_drain_the_one_that_serves() {
+async fn a_hook_of_the_waiting_container_does_not_drain_the_other() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;
     let port = format!("--debug-port={}", stage.pod.status_port);
@@ -696,7 +695,7 @@ async fn the_admin_socket_is_that_of_the_container_that_serves() {
 }
 
 #[tokio::test]
-async fn a_container_that_is_told_to_stop_while_it_takes_over_exits_at_once() {
+async fn a_stopped_container_exits_at_once_while_it_takes_over() {
     let Some(envoy) = envoy_binary() else { return };
     let stage = Stage::serving(&envoy).await;
     stage.recorded_standby().await;

@@ -62,7 +62,7 @@ async fn a_pod_is_ready_through_envoy_once_envoy_is_configured() {
 
 /// Checks a pod with a private key provider: an Envoy without that extension refuses the certificate.
 #[tokio::test]
-async fn a_pod_whose_envoy_has_refused_its_certificate_is_not_ready_and_says_why() {
+async fn a_pod_whose_envoy_refused_its_certificate_says_why_it_is_unready() {
     let Some(binary) = envoy_binary() else { return };
     let port = free_port();
     let control_plane = ControlPlane::of(&[secured_listener("tls", port)]).await;
@@ -113,7 +113,7 @@ async fn a_stopped_envoy_that_has_not_passed_is_not_ready() {
 }
 
 #[tokio::test]
-async fn an_application_that_is_an_envoy_shares_the_page_with_the_pods_own() {
+async fn an_application_that_is_an_envoy_shares_the_metrics_page() {
     let Some(binary) = envoy_binary() else { return };
     let control_plane = ControlPlane::of(&[]).await;
     let application = BareEnvoy::serving(&binary, json!({})).await;

@@ -132,7 +132,7 @@ async fn refused(port: u16, status: &str) {
 }
 
 #[tokio::test]
-async fn modules_of_a_registry_with_a_password_run_in_envoy_and_a_moved_tag_is_followed() {
+async fn modules_of_a_registry_run_and_a_moved_tag_is_followed() {
     let (Some(binary), Some(registry)) = (envoy_binary(), registry_binary()) else {
         return;
     };

@@ -98,8 +98,8 @@ async fn a_module_of_100_mb_costs_three_mb_of_memory() {
 }
 
 #[tokio::test]
-async fn a_disk_that_is_full_or_read_only_is_named_and_used_again_later() {
-    let test = "wasm_files::a_disk_that_is_full_or_read_only_is_named_and_used_again_later";
+async fn a_full_or_read_only_disk_is_named_and_used_later() {
+    let test = "wasm_files::a_full_or_read_only_disk_is_named_and_used_later";
     if !is_inside(test) {
         return;
     }
@@ -141,7 +141,7 @@ fn downloads(directory: &Path) -> usize {
 }
 
 #[tokio::test]
-async fn modules_are_left_to_envoy_with_a_warning_if_that_is_asked_for() {
+async fn modules_are_left_to_envoy_with_a_warning_on_request() {
     let name = "ISTIO_AGENT_ENABLE_WASM_REMOTE_LOAD_CONVERSION";
     let mut relay = Relay::start(&[(name, "false")]).await;
     let secret = [("ISTIO_META_WASM_IMAGE_PULL_SECRET", "{}")];

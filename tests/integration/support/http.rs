@@ -226,9 +226,10 @@ impl Load {
         self.tally.lock().unwrap().clone()
     }
 
-    /// Asserts that every attempt has succeeded.
+    /// Asserts that every attempt has succeeded, and that there was one.
     pub fn assert_flawless(&self) -> Tally {
         let tally = self.tally();
+        assert!(tally.attempts() > 0, "the load has made no attempt");
         assert!(
             tally.failures.is_empty(),
             "{} of {} failed, the first with {:?}",
@@ -238,6 +239,12 @@ impl Load {
         );
         tally
     }
+}
+
+#[test]
+#[should_panic(expected = "no attempt")]
+fn a_load_without_an_attempt_is_not_flawless() {
+    Load::default().assert_flawless();
 }
 
 /// A response: status, header lines in lower case, and body.

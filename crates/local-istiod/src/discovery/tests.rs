@@ -34,7 +34,7 @@ mod state_of_the_world_protocol {
     }
 
     #[test]
-    fn answers_the_first_request_and_is_silent_to_ack_nack_and_stale_nonces() {
+    fn answers_the_first_request_and_ignores_ack_nack_and_stale_nonces() {
         let all = resources(&[(CLUSTERS, "a", b"a"), (CLUSTERS, "b", b"b")]);
         let mut stream = state_of_the_world::Subscriptions::new(Report::default());
         let first = stream.request(ask(CLUSTERS, &[], ""), &all).unwrap();

@@ -100,7 +100,7 @@ async fn refuses_streams_without_an_identity_but_not_in_plaintext() {
 }
 
 #[tokio::test]
-async fn a_stop_ends_streams_with_a_status_and_a_restart_has_address_and_root() {
+async fn a_stop_ends_streams_and_a_restart_has_its_address_and_root() {
     let mut istiod = LocalIstiod::start(Options::default()).await.unwrap();
     let (address, root) = (istiod.address, istiod.root_pem());
     let token = istiod.mint_token("shop", "cart", HOUR).unwrap();
@@ -286,7 +286,7 @@ async fn pushed(responses: &mut Streaming<DeltaDiscoveryResponse>) -> Vec<String
 }
 
 #[tokio::test]
-async fn a_machine_is_an_endpoint_while_it_is_connected_and_its_probe_succeeds() {
+async fn a_machine_is_an_endpoint_while_connected_with_a_successful_probe() {
     let (_istiod, client) = with_machines().await;
     let first = DeltaDiscoveryRequest {
         node: Some(node("shop")),

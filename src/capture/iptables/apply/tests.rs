@@ -31,7 +31,7 @@ fn istio_part(text: &str) -> Saved<'_> {
 }
 
 #[test]
-fn a_rule_for_an_interface_is_istios_by_its_place_and_its_counterpart() {
+fn an_interface_rule_is_istios_by_its_place_and_counterpart() {
     const JUMPS: [&str; 2] = ["PREROUTING -p tcp -j ISTIO_INBOUND", "OUTPUT -j ISTIO_OUTPUT"];
     let [inbound, outbound] = JUMPS;
     for (rules, istios) in [

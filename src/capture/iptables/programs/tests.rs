@@ -26,7 +26,7 @@ fn directory(programs: &[(&str, &str)], saved: &str) -> tempfile::TempDir {
 }
 
 #[tokio::test]
-async fn legacy_iptables_is_chosen_if_it_has_rules_else_nft_else_the_installed_one() {
+async fn legacy_iptables_is_chosen_if_it_has_rules_else_nft() {
     const LISTED: &str = "*nat\n:OUTPUT ACCEPT [0:0]\nCOMMIT\n";
     const RULES: &str = "*nat\n:OUTPUT ACCEPT [0:0]\n[1:60] -A OUTPUT -j RETURN\nCOMMIT\n";
     let debian = [

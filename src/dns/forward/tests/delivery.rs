@@ -23,7 +23,7 @@ async fn a_reply_has_the_clients_id_and_question() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn fewer_than_one_query_in_1000_fails_with_5_percent_packet_loss_each_way() {
+async fn fewer_than_1_query_in_1000_fails_with_5_percent_loss() {
     for seed in 0..5 {
         let mut random = fastrand::Rng::with_seed(seed);
         let lossy = move |query: &[u8]| {
@@ -150,7 +150,7 @@ async fn a_server_that_does_not_know_edns_is_asked_again_without_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_error_from_one_server_is_returned_only_if_no_other_server_answers() {
+async fn an_error_of_one_server_is_returned_only_without_other_answers() {
     for rcode in [2, 4, 5] {
         let bad = Upstream::answering(move |_| Answer::rcode(rcode)).await;
         let good = Upstream::answering(|_| Answer::address(1)).await;
@@ -279,7 +279,7 @@ async fn fresh_answers_are_given_again_only_where_that_is_configured() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stale_answer_takes_the_place_of_a_failure_and_of_nothing_else() {
+async fn a_stale_answer_replaces_a_failure_and_nothing_else() {
     let state = Arc::new(AtomicU8::new(0));
     let now = state.clone();
     let upstream = move |query: &[u8]| match now.load(Ordering::Relaxed) {

@@ -78,7 +78,7 @@ fn a_malformed_name_table_is_refused_with_the_reason() {
 }
 
 #[test]
-fn the_debug_dump_shows_the_received_table_and_the_names_derived_from_it() {
+fn the_debug_dump_shows_the_received_table_and_derived_names() {
     let mut product = kubernetes("Page", "ns1", &["9.9.9.9", "bad", "::1"]);
     product.alt_hosts = vec!["page.example.com".into()];
     let table = encode([

@@ -64,7 +64,7 @@ fn unchanged_or_invalid_inputs_start_no_successor() {
 }
 
 #[test]
-fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() {
+fn a_failed_successor_makes_the_next_restart_full_and_later_ones_hot() {
     let killed = [(Deadline, Action::KillSuccessor), (SuccessorExited, Action::Nothing)];
     for failure in [&killed[..], &[(SuccessorExited, Action::Nothing)]] {
         let failed = [&STARTED[..], failure].concat();
@@ -85,7 +85,7 @@ fn after_a_successor_failed_the_next_restart_is_a_full_one_and_then_hot_again() 
 }
 
 #[test]
-fn the_parent_of_a_successor_that_died_is_killed_before_the_next_envoy_is_replaced() {
+fn a_dead_successors_parent_is_killed_before_the_next_replacement() {
     let again = [
         (CurrentExited, Action::KillParent),
         (READY, Action::Nothing),
@@ -96,7 +96,7 @@ fn the_parent_of_a_successor_that_died_is_killed_before_the_next_envoy_is_replac
 }
 
 #[test]
-fn the_successor_of_a_parent_that_died_early_is_replaced_before_it_hangs() {
+fn the_successor_of_a_dead_parent_is_replaced_before_it_hangs() {
     let early = (PARENT_EXITED_EARLY, Action::Replace(EndBy::Kill));
     after(&PROMOTED, &[early]);
     // After a stop request, the successor is not replaced.
@@ -110,7 +110,7 @@ fn a_parent_that_stays_too_long_is_killed() {
 }
 
 #[test]
-fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
+fn a_stop_request_kills_an_unready_successor_and_starts_none() {
     let stopped = [
         (Stop, Action::KillSuccessor),
         (Wanted, Action::Nothing),
@@ -123,7 +123,7 @@ fn a_request_to_stop_kills_a_successor_that_does_not_serve_and_starts_none() {
 }
 
 #[test]
-fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_before_the_new_one_is_live() {
+fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_early() {
     let again = (READY, Action::Check);
     let ended = [(CurrentExited, Action::Nothing), (USABLE, Action::Nothing)];
     after(&STARTED[..2], &[&ended[..], &[again]].concat());
@@ -138,7 +138,7 @@ fn a_restart_is_retried_if_the_old_envoy_exits_or_drains_before_the_new_one_is_l
 }
 
 #[test]
-fn an_envoy_without_a_base_id_is_replaced_by_a_full_restart_and_the_next_one_may_have_one() {
+fn an_envoy_without_base_id_is_replaced_by_a_full_restart() {
     let full = [
         (UNSHARED, Action::Nothing),
         (Wanted, Action::Check),
@@ -273,7 +273,7 @@ impl World {
 
 proptest! {
     #[test]
-    fn at_most_one_successor_exists_and_no_parent_of_a_running_successor_is_killed(
+    fn at_most_one_successor_exists_and_its_parent_is_not_killed(
         events in prop::collection::vec(prop::sample::select(vec![
             READY, Event::Unready, UNSHARED, Wanted, USABLE, NO_ADMIN_PORT,
             NothingToStart, Live, Deadline, SuccessorExited, PARENT_EXITED,

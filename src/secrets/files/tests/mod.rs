@@ -146,7 +146,7 @@ async fn wait_out_debounce() {
 }
 
 #[tokio::test]
-async fn a_pair_is_served_when_it_matches_and_kept_while_it_does_not() {
+async fn a_pair_is_served_when_it_matches_and_kept_otherwise() {
     let fixture = empty();
     let name = fixture.cert("cert", "key");
     let mut subscription = fixture.want(&[&name]);
@@ -253,7 +253,7 @@ async fn every_good_certificate_of_a_bundle_is_taken() {
 }
 
 #[tokio::test]
-async fn files_that_envoy_cannot_read_are_served_rewritten_and_others_byte_for_byte() {
+async fn files_that_envoy_cannot_read_are_rewritten_and_others_are_not() {
     let fixture = empty();
     let ((leaf, key), (root, _)) = (generated(), generated());
     let (cert, root_name) = (fixture.cert("cert", "key"), fixture.root("root"));

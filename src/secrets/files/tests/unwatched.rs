@@ -35,7 +35,7 @@ fn refused() -> io::Result<FileWatch> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_path_that_cannot_be_watched_is_counted_once_and_read_again_anyway() {
+async fn an_unwatchable_path_is_counted_once_and_read_again() {
     let fixture = empty();
     fixture.write("file", "no directory");
     let name = fixture.root("file/root.pem");
@@ -102,7 +102,7 @@ async fn the_files_in_use_are_bounded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn changes_missed_by_inotify_are_read_within_a_minute_and_unused_files_are_forgotten() {
+async fn changes_missed_by_inotify_are_read_and_unused_files_forgotten() {
     let table = Arc::new(Table::default());
     let watcher = watcher(&table, refused);
     let directory = tempfile::tempdir().unwrap();

@@ -23,7 +23,7 @@ fn nested() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn any_bytes_are_a_filter_or_none_and_only_the_module_is_replaced(
+    fn any_bytes_are_a_filter_or_none_and_only_modules_are_replaced(
         value in nested(),
         type_url in prop::sample::select(vec![HTTP, NETWORK, TYPED_STRUCT, "other"]),
         wraps in 0..3,

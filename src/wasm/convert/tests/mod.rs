@@ -250,7 +250,7 @@ fn unknown_fields_of_every_message_survive() {
 }
 
 #[test]
-fn a_module_that_is_missing_is_replaced_by_the_rbac_filter_of_its_policy() {
+fn the_rbac_filter_of_its_policy_replaces_a_missing_module() {
     let deny = b"\x0a\x00\x32\x11wasm-default-deny".as_slice();
     let allow = b"\x32\x12wasm-default-allow".as_slice();
     let network_deny = b"\x0a\x00\x1a\x11wasm-default-deny".as_slice();

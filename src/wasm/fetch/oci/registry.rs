@@ -273,7 +273,7 @@ mod tests {
     use crate::net::http_client::Client;
 
     #[tokio::test]
-    async fn a_password_goes_over_plain_http_only_where_the_registry_is_local_or_listed() {
+    async fn passwords_go_over_plain_http_only_to_local_or_listed_registries() {
         for (base, listed, expected) in [
             ("http://registry.example", false, Err(())),
             ("http://registry.example", true, Ok(())),

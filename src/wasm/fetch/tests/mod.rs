@@ -116,7 +116,7 @@ async fn a_module_is_downloaded_over_http_and_tls() {
 }
 
 #[tokio::test]
-async fn a_ca_certificate_of_a_server_is_accepted_if_it_is_a_root_or_a_root_has_signed_it() {
+async fn a_server_ca_certificate_is_accepted_if_a_root_has_signed_it() {
     let root = Authority::new("root");
     let (own, middle) = (root.below("server"), root.below("middle"));
     let below = middle.below("server");
@@ -235,7 +235,7 @@ async fn bad_answers_over_http_are_errors_that_say_what_came() {
 proptest! {
     /// The deadline of each download is its start, so that no second attempt follows.
     #[test]
-    fn numbers_in_headers_of_any_size_end_in_a_module_or_an_error(
+    fn header_numbers_of_any_size_end_in_a_module_or_error(
         status in prop::sample::select(vec!["200 OK", "302 Found", "401 No", "429 Busy", "503 No"]),
         number in "-?[0-9]{1,24}|[0-9]{1,3}[.e][0-9]{1,3}",
     ) {

@@ -27,7 +27,7 @@ fn guarded(head: &str, authority: &str) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn registries_get_the_credentials_of_the_pull_secret_in_the_way_they_ask_for() {
+async fn registries_get_credentials_of_the_pull_secret_as_they_ask() {
     let bearer = Server::tls(|head, _| guarded(head, host(head)));
     let basic = Server::tls(|head, _| {
         if head.contains("authorization: Basic dTpw\r\n") {

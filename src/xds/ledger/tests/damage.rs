@@ -23,7 +23,7 @@ fn read_bytes(parent: &Path, bytes: &[u8]) -> io::Result<Option<(Store, Record)>
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_file_that_ends_anywhere_has_the_state_of_its_last_record_or_is_not_used() {
+async fn a_file_cut_anywhere_has_its_last_record_or_is_not_used() {
     let parent = tempfile::tempdir().unwrap();
     let bytes = written(parent.path());
     let mut found = Vec::new();

@@ -59,7 +59,7 @@ impl Agent {
 }
 
 #[tokio::test]
-async fn changes_are_written_when_the_agent_stops_and_read_by_the_next_one() {
+async fn changes_are_written_at_the_end_and_read_by_the_next_agent() {
     let parent = tempfile::tempdir().unwrap();
     let mut agent = Agent::start(config(parent.path())).await;
     agent.pod.accept_first(&resources(&[("a", "1")]));
@@ -72,7 +72,7 @@ async fn changes_are_written_when_the_agent_stops_and_read_by_the_next_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_file_is_marked_as_current_each_hour_and_at_the_end_of_the_stream() {
+async fn the_file_is_marked_current_each_hour_and_at_the_streams_end() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
     pod.accept_first(&resources(&[("a", "1")]));

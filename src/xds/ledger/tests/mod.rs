@@ -238,7 +238,7 @@ fn contents_of(store: &mut Store, type_of: Type) -> Resources {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_response_is_stored_at_its_ack_and_not_after_a_nack_or_the_end_of_the_stream() {
+async fn a_response_is_stored_at_its_ack_and_not_after_a_nack() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
     let first = resources(&[("a", "1"), ("b", "1")]);
@@ -276,7 +276,7 @@ async fn the_first_response_of_a_stream_replaces_what_envoy_does_not_have() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_record_is_written_while_envoy_has_a_mix_that_was_not_in_force() {
+async fn no_record_is_written_while_envoy_has_a_mix_of_versions() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
     pod.subscribe_all();
@@ -367,7 +367,7 @@ async fn a_rejected_one_of_merged_responses_does_not_cost_the_accepted_ones() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_that_ends_before_envoy_has_all_changes_neither_file_nor_age() {
+async fn a_stream_that_ends_early_changes_neither_file_nor_age() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
     pod.accept_first(&resources(&[("a", "1")]));
@@ -472,7 +472,7 @@ async fn two_responses_with_one_nonce_have_an_answer_each() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_new_envoy_gets_the_stored_version_of_what_it_rejects_and_only_once() {
+async fn a_new_envoy_gets_stored_versions_of_rejected_resources_only_once() {
     let parent = tempfile::tempdir().unwrap();
     Pod::start(parent.path()).accept_first(&Resources::new());
     let mut pod = Pod::start(parent.path());
@@ -631,7 +631,7 @@ async fn a_disk_that_fails_costs_the_file_and_is_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_late_answer_of_an_older_envoy_does_not_undo_what_the_newer_one_has_accepted() {
+async fn a_late_answer_of_an_older_envoy_does_not_undo_newer_ones() {
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());
     pod.accept_first(&resources(&[("a", "1")]));
@@ -652,7 +652,7 @@ async fn a_late_answer_of_an_older_envoy_does_not_undo_what_the_newer_one_has_ac
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_record_is_written_while_a_response_passes_and_another_one_is_consumed() {
+async fn no_record_is_written_while_one_response_passes_and_another_is_consumed() {
     let table = Type::of("type.googleapis.com/istio.networking.nds.v1.NameTable").unwrap();
     let parent = tempfile::tempdir().unwrap();
     let mut pod = Pod::start(parent.path());

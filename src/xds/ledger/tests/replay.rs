@@ -91,7 +91,7 @@ async fn a_subscription_gets_the_stored_resources_of_its_names_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_too_old_or_of_another_node_or_missing_is_not_served() {
+async fn configuration_too_old_or_missing_or_of_another_node_is_not_served() {
     let parent = tempfile::tempdir().unwrap();
     let path = parent.path().join(DIRECTORY).join(FILE);
     let first = |node| request(CLUSTER, &[], "", node);
@@ -115,7 +115,7 @@ async fn what_is_too_old_or_of_another_node_or_missing_is_not_served() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_ends_two_seconds_after_envoy_has_answered_listeners_and_at_most_after_a_minute() {
+async fn a_stream_ends_2_s_after_listeners_and_within_a_minute() {
     let parent = tempfile::tempdir().unwrap();
     let cache = cache(config(parent.path()));
     let second = Duration::from_secs(1);
@@ -154,7 +154,7 @@ fn identity(id: &str, names: impl IntoIterator<Item = String>) -> String {
 }
 
 #[test]
-fn the_identity_depends_on_id_and_metadata_but_not_on_the_order_of_maps() {
+fn the_identity_depends_on_id_and_metadata_but_not_on_map_order() {
     let names = |count: u32| (0..count).map(|it| it.to_string());
     let first = identity("a", names(30));
     for _ in 0..5 {
@@ -165,7 +165,7 @@ fn the_identity_depends_on_id_and_metadata_but_not_on_the_order_of_maps() {
 }
 
 #[test]
-fn metadata_that_changes_while_a_pod_lives_is_not_part_of_the_identity() {
+fn metadata_that_changes_in_a_live_pod_is_not_identity() {
     let without = identity("a", []);
     assert!(without.starts_with("2:"), "the version of the rule: {without}");
     for name in ["ANNOTATIONS", "LABELS", "PLATFORM_METADATA"] {

@@ -226,7 +226,7 @@ async fn each_unusable_revocation_list_is_named_with_its_cure() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn mounted_files_that_peers_accept_are_in_order_and_a_bad_rotation_is_a_warning() {
+async fn mounted_files_are_in_order_and_a_bad_rotation_warns() {
     let istiod = answering_istiod().await;
     let place = with_mounted_certificates(&istiod);
     GOOD.mount(&place);

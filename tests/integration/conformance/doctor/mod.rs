@@ -532,7 +532,7 @@ async fn a_scope_of_the_log_that_is_off_is_a_warning() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_first_control_plane_that_fails_is_an_error_unless_the_next_one_works() {
+async fn a_failing_first_control_plane_is_an_error_without_a_working_next() {
     let mut faults = Faults::default();
     faults.add("the next one accepts the stream and says nothing", async {
         let keys = Keys::generate("cluster.local").unwrap();

@@ -113,7 +113,7 @@ fn resources(port: &str) -> Value {
 }
 
 #[tokio::test]
-async fn python_clients_reach_a_server_by_the_configuration_they_got_through_the_agent() {
+async fn python_clients_reach_a_server_by_the_agents_configuration() {
     let Some(package) =
         package("tests/integration/conformance/grpc/requirements.txt", "GRPC_TESTS")
     else {

@@ -168,9 +168,8 @@ fn verify_names_missing_routes_and_rules_of_others_with_comments() {
 }
 
 #[test]
-fn verify_names_each_rule_of_dns_and_zones_that_is_gone_moved_or_too_many() {
-    const TEST: &str =
-        "capture::flows::verify_names_each_rule_of_dns_and_zones_that_is_gone_moved_or_too_many";
+fn verify_names_each_dns_rule_that_is_missing_moved_or_extra() {
+    const TEST: &str = "capture::flows::verify_names_each_dns_rule_that_is_missing_moved_or_extra";
     if !namespace::is_inside(TEST) {
         return;
     }

@@ -236,9 +236,8 @@ fn has_dns(pod: &str) -> bool {
 }
 
 #[test]
-fn dns_rules_of_earlier_versions_are_replaced_and_removed_and_those_of_others_stay() {
-    if !is_inside("dns_rules_of_earlier_versions_are_replaced_and_removed_and_those_of_others_stay")
-    {
+fn dns_rules_of_earlier_versions_are_replaced_and_those_of_others_stay() {
+    if !is_inside("dns_rules_of_earlier_versions_are_replaced_and_those_of_others_stay") {
         return;
     }
     let pods = ["10.1.1.1", "2001:db8::1"];
@@ -408,8 +407,8 @@ fn tables(saved: &str) -> Vec<(String, Vec<&str>)> {
 }
 
 #[test]
-fn killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them() {
-    if !is_inside("killed_at_any_moment_each_table_is_whole_and_the_next_run_completes_them") {
+fn each_table_is_whole_after_a_kill_at_any_moment() {
+    if !is_inside("each_table_is_whole_after_a_kill_at_any_moment") {
         return;
     }
     let mut interrupted = 0;
@@ -499,8 +498,8 @@ const BACK_ENDS: [&str; 3] =
     ["--force-iptables-binary legacy", "--force-iptables-binary nft", "--native-nftables"];
 
 #[test]
-fn a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules() {
-    if !is_inside("a_cleanup_needs_no_settings_no_address_and_not_the_back_end_of_the_rules") {
+fn a_cleanup_needs_neither_settings_nor_address_nor_back_end() {
+    if !is_inside("a_cleanup_needs_neither_settings_nor_address_nor_back_end") {
         return;
     }
     for set_up in BACK_ENDS {
@@ -597,10 +596,8 @@ fn rules_for_other_marks_are_removed_and_policy_routing_of_others_stays() {
 }
 
 #[test]
-fn rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_stay() {
-    if !is_inside(
-        "rules_for_interfaces_are_removed_whatever_the_arguments_and_those_of_others_stay",
-    ) {
+fn rules_for_interfaces_are_removed_and_those_of_others_stay() {
+    if !is_inside("rules_for_interfaces_are_removed_and_those_of_others_stay") {
         return;
     }
     let earlier = "*nat\n-A PREROUTING -i eth5 -j RETURN\n-A OUTPUT -o eth6 -j RETURN\nCOMMIT\n\

@@ -56,9 +56,8 @@ fn capture(words: &str) {
 }
 
 #[test]
-fn validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules() {
-    const TEST: &str =
-        "capture::validation_passes_as_the_proxys_user_and_fails_as_root_or_without_rules";
+fn validation_passes_as_the_proxys_user_and_fails_as_root() {
+    const TEST: &str = "capture::validation_passes_as_the_proxys_user_and_fails_as_root";
     if !namespace::is_inside(TEST) {
         return;
     }

@@ -265,9 +265,8 @@ fn connects(user: u32, address: &str, port: u16) -> bool {
 }
 
 #[test]
-fn applications_do_not_reach_the_admin_port_but_root_and_the_proxy_do() {
-    const TEST: &str =
-        "capture::nftables::applications_do_not_reach_the_admin_port_but_root_and_the_proxy_do";
+fn only_root_and_the_proxy_reach_the_admin_port() {
+    const TEST: &str = "capture::nftables::only_root_and_the_proxy_reach_the_admin_port";
     if !namespace::is_inside(TEST) {
         return;
     }
@@ -300,9 +299,9 @@ fn applications_do_not_reach_the_admin_port_but_root_and_the_proxy_do() {
 }
 
 #[test]
-fn pilot_agent_request_reaches_the_admin_port_as_root_and_as_the_proxys_user_only() {
+fn pilot_agent_request_reaches_the_admin_port_as_root_or_proxy() {
     const TEST: &str = "capture::nftables::\
-        pilot_agent_request_reaches_the_admin_port_as_root_and_as_the_proxys_user_only";
+        pilot_agent_request_reaches_the_admin_port_as_root_or_proxy";
     if !namespace::is_inside(TEST) {
         return;
     }

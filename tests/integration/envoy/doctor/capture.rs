@@ -48,9 +48,8 @@ fn says(place: &Place, kind: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user() {
-    const TEST: &str =
-        "doctor::capture::the_doctor_finds_missing_and_wrong_rules_as_root_and_as_the_proxys_user";
+async fn the_doctor_finds_missing_and_wrong_rules_as_either_user() {
+    const TEST: &str = "doctor::capture::the_doctor_finds_missing_and_wrong_rules_as_either_user";
     const MISSING: &str = "CAPTURE_RULES_MISSING";
     const CURE: &[&str] = &["log of the container istio-init", "delete the pod"];
     if !namespace::is_inside(TEST) {

@@ -45,7 +45,7 @@ fn bootstrap_with(resolver: SocketAddr) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_fault_of_a_socket_or_of_envoys_process_is_named_with_its_cure() {
+async fn each_fault_of_a_socket_or_of_envoys_process_has_its_cure() {
     if envoy_binary().is_none() {
         return;
     }
@@ -269,7 +269,7 @@ async fn each_program_that_is_not_an_envoy_is_named_with_its_cure() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_port_that_is_taken_is_named_with_its_process_and_a_cure() {
+async fn each_taken_port_is_named_with_its_process_and_a_cure() {
     if envoy_binary().is_none() {
         return;
     }
@@ -446,9 +446,9 @@ async fn readiness_names_what_envoy_waits_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_limit_of_the_container_that_is_used_up_is_named_with_its_cure() {
+async fn each_exhausted_limit_of_the_container_is_named_with_its_cure() {
     const TEST: &str =
-        "doctor::faults::each_limit_of_the_container_that_is_used_up_is_named_with_its_cure";
+        "doctor::faults::each_exhausted_limit_of_the_container_is_named_with_its_cure";
     if envoy_binary().is_none() || !namespace::is_inside(TEST) {
         return;
     }

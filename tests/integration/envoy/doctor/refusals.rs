@@ -40,7 +40,7 @@ fn tls_listener(secret: Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_resource_that_envoy_refuses_or_waits_for_is_named_with_its_cure() {
+async fn each_resource_that_envoy_refuses_or_awaits_has_its_cure() {
     if envoy_binary().is_none() {
         return;
     }
