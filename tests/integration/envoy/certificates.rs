@@ -27,7 +27,7 @@ use crate::support::resources::secured_listener;
 use crate::support::tls::{Connection, Handshake, client};
 use crate::support::{eventually, free_port, soon};
 
-/// Makes mutual handshakes continuously, once a first handshake has succeeded.
+/// Makes mutual handshakes continuously, once a first handshake has succeeded. Returns the load after some of them.
 pub async fn handshakes(port: u16, keys: &Keys) -> Load {
     let client = client(keys).await;
     let handshake = || Handshake { port, client: client.clone() };
@@ -38,7 +38,9 @@ pub async fn handshakes(port: u16, keys: &Keys) -> Load {
     })
     .await;
     let workers = (0..4).map(|_| handshake());
-    workers.fold(Load::default(), Load::with)
+    let load = workers.fold(Load::default(), Load::with);
+    load.wait_for_attempts(4).await;
+    load
 }
 
 fn is_issued(event: &Event) -> bool {
