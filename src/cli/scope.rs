@@ -64,7 +64,7 @@ fn merged(paths: &[PathBuf], mut budget: u64) -> Result<Usage, BoxError> {
     let mut usages = Vec::new();
     for (index, path) in paths.iter().enumerate() {
         usages.extend(read_usages(path, &mut budget).map_err(|error| {
-            unusable(&format!("{:?}", &paths[index..]), &format!("{}: {error}", path.display()))
+            unusable(&format!("{:?}", &paths[index..]), format!("{}: {error}", path.display()))
         })?);
     }
     let mut usages = usages.into_iter();

@@ -249,7 +249,7 @@ impl Loader<'_> {
     fn ttl(&mut self) -> Duration {
         let ttl = self.get(&variables::SECRET_TTL);
         if ttl < Duration::from_secs(1) {
-            self.problem("SECRET_TTL", &format!("{ttl:?}"), "at least 1s");
+            self.problem("SECRET_TTL", format!("{ttl:?}"), "at least 1s");
         }
         ttl
     }

@@ -181,10 +181,11 @@ impl Findings<'_> {
         let text = env.text(environment::ISTIO_KUBE_APP_PROBERS.row.name);
         let probers = text.and_then(|text| json::read::<Map<_, Value>>(text).ok());
         for (path, prober) in probers.iter().flatten() {
-            if prober["timeoutSeconds"].is_null() && !path.starts_with("/app-lifecycle/") {
-                if let Some(row) = find_row(Selector::ProbeWithoutTimeout) {
-                    self.difference(path, row);
-                }
+            if prober["timeoutSeconds"].is_null()
+                && !path.starts_with("/app-lifecycle/")
+                && let Some(row) = find_row(Selector::ProbeWithoutTimeout)
+            {
+                self.difference(path, row);
             }
         }
         for (name, why) in env.without_effect() {

@@ -352,7 +352,10 @@ impl<'a> Relay<'a> {
         let can_change = self.config.is_envoy
             && self.config.istiod.has_fallbacks()
             && self.resendable_memory() > 0;
-        can_change.then(|| MAX_SILENCE * (1 + self.silent_streams.min(MAX_SILENT_STREAMS)))
+        can_change.then(|| {
+            MAX_SILENCE
+                .saturating_mul(self.silent_streams.min(MAX_SILENT_STREAMS).saturating_add(1))
+        })
     }
 
     /// Records what does not work on istiod's stream. Ends the streams because of a new problem, at most once an hour.

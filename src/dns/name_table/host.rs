@@ -159,7 +159,7 @@ impl<'a> Host<'a> {
     /// Returns whether clients can query its name. A Kubernetes host that ends in a dot cannot be queried:
     /// its absolute name would end in two dots.
     pub(super) fn is_queryable(&self) -> bool {
-        !without_dot(self.name).is_empty() && !(self.is_kubernetes() && self.name.ends_with('.'))
+        !(without_dot(self.name).is_empty() || self.is_kubernetes() && self.name.ends_with('.'))
     }
 
     pub(super) fn has_addresses(&self) -> bool {

@@ -147,15 +147,15 @@ impl NameTable {
     /// Looks up this name, which may be a wildcard entry. If it ends in the search domain, the name without it
     /// answers, with a CNAME, if one of its hosts has addresses and does not have the full name as well.
     fn find_exact(&self, name: &[u8]) -> Option<ResolvedName> {
-        if let Some(base) = self.domains.without_search_domain(name) {
-            if self.hosts_of(base).any(|(_, host)| {
+        if let Some(base) = self.domains.without_search_domain(name)
+            && self.hosts_of(base).any(|(_, host)| {
                 host.has_addresses() && !self.hosts_of(name).any(|(_, it)| it.offset == host.offset)
-            }) {
-                let mut resolved = self.addresses(base)?;
-                // Clients refuse a target with a star.
-                resolved.target_end = if base.contains(&b'*') { None } else { Some(base.len()) };
-                return Some(resolved);
-            }
+            })
+        {
+            let mut resolved = self.addresses(base)?;
+            // Clients refuse a target with a star.
+            resolved.target_end = if base.contains(&b'*') { None } else { Some(base.len()) };
+            return Some(resolved);
         }
         self.addresses(name)
     }
