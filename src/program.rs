@@ -11,7 +11,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Directories of programs if PATH is not set.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -33,8 +33,8 @@ pub async fn run(
     done.and_then(printed).map_err(|error| {
         let command = [&[program], arguments].concat().join(" ");
         let code = match error.kind() {
-            io::ErrorKind::NotFound => codes::CAPTURE_PROGRAM_MISSING,
-            _ => codes::CAPTURE_PROGRAM_FAILED,
+            io::ErrorKind::NotFound => Code::CaptureProgramMissing,
+            _ => Code::CaptureProgramFailed,
         };
         Problem::new(code, format!("`{command}`"), error)
     })
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(late, Err("did not end within 0 s".to_owned()));
         let missing = run("no-such-program", &["-x"], "", limit).await;
         let missing = missing.expect_err("an error");
-        assert_eq!(missing.code, codes::CAPTURE_PROGRAM_MISSING);
+        assert_eq!(missing.code, Code::CaptureProgramMissing);
         let expected = "cannot be run: No such file or directory (os error 2)";
         assert_eq!((&*missing.subject, &*missing.found), ("`no-such-program -x`", expected));
     }

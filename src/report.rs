@@ -3,44 +3,16 @@
 use std::cmp::Reverse;
 use std::fmt;
 
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::logging::printable;
-use crate::problem::codes::{self, FOLLOWS};
-use crate::problem::{Code, Problem, sentence};
+use crate::problem::{Code, Level, Problem, sentence};
 
 /// The longest text of a check, in characters.
 const MAX_TEXT: usize = 1000;
 
 /// The indentation of the second and later lines of a finding.
 const INDENT: &str = "           ";
-/// The codes of problems that are warnings, unless a check sets another level.
-const WARNINGS: [&Code; 23] = [
-    codes::BOOTSTRAP_HOST_UNRESOLVED,
-    codes::BOOTSTRAP_MEMBER_IGNORED,
-    codes::CAPTURE_BYPASSED,
-    codes::CERTIFICATE_EXPIRES_SOON,
-    codes::CIRCUIT_BREAKER_OPEN,
-    codes::DNS_RESOLVER_INVALID,
-    codes::ENVOY_NOT_INSPECTED,
-    codes::HANDOVER_FAILED,
-    codes::HANDSHAKES_FAILED,
-    codes::HOT_RESTART_UNAVAILABLE,
-    codes::INBOUND_NOT_MATCHED,
-    codes::LOG_SILENT,
-    codes::PEER_CERTIFICATE_REFUSED,
-    codes::PEER_EXPECTS_TLS,
-    codes::PEER_IN_PLAIN_TEXT,
-    codes::PEER_REFUSES_HANDSHAKE,
-    codes::RBAC_DENIED,
-    codes::REQUESTS_FAIL,
-    codes::REVOCATION_LIST_EMPTY,
-    codes::SECRET_UPDATE_REFUSED,
-    codes::STANDBY_ABSENT,
-    codes::STANDBY_UNABLE,
-    codes::UPSTREAM_UNREACHABLE,
-];
 const NEXT_STEPS: &str = "if requests fail, compare rq_error and cx_connect_fail per cluster (`pilot-agent request GET \
                           clusters`), and with Istio's stats filter istio_requests_total by response_flags (or an \
                           access log, if it is on)";
@@ -83,30 +55,6 @@ pub struct Check {
     pub remedy: String,
 }
 
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Hash,
-    Serialize,
-    Deserialize,
-    ValueEnum,
-)]
-#[serde(rename_all = "snake_case")]
-pub enum Level {
-    /// The check was skipped; the finding gives the reason.
-    #[default]
-    Skipped,
-    Ok,
-    Warning,
-    Error,
-}
-
 /// The state of a pod, for the verdict of a report.
 #[derive(Clone, Debug)]
 pub enum PodState {
@@ -123,12 +71,6 @@ impl fmt::Display for PodState {
             Self::NotReady => "not ready",
             Self::Unknown(why) => why,
         })
-    }
-}
-
-impl Level {
-    pub fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |it| it.get_name().to_owned())
     }
 }
 
@@ -161,7 +103,7 @@ impl Check {
     /// Reports a problem with this level instead of the one of its code.
     pub fn with_level(level: Level, problem: &Problem) -> Self {
         Self {
-            code: problem.code.name.to_owned(),
+            code: problem.code.name().to_owned(),
             expected: problem.expected.to_string(),
             consequence: problem.consequence.to_string(),
             remedy: problem.remedy.to_string(),
@@ -179,32 +121,20 @@ impl Check {
 
     /// Returns true if the other finding is only a consequence of this one.
     fn causes(&self, other: &Self) -> bool {
-        FOLLOWS
-            .iter()
-            .any(|(causes, consequences)| self.has_code(causes) && other.has_code(consequences))
+        Code::named(&self.code)
+            .is_some_and(|code| code.hides().iter().any(|it| it.name() == other.code))
     }
 
     /// Counts the quotation marks: istiod and Envoy quote the names of objects.
     fn quotes(&self) -> usize {
         self.found.matches('"').count()
     }
-
-    /// Returns true if the code begins with one of these prefixes.
-    fn has_code(&self, prefixes: &[&str]) -> bool {
-        prefixes.iter().any(|prefix| self.code.starts_with(prefix))
-    }
 }
 
 /// Reports a problem with the level of its code.
 impl From<&Problem> for Check {
     fn from(problem: &Problem) -> Self {
-        let level = match problem.code {
-            // Most meshes have such services: a service may be scaled to zero.
-            code if code == codes::NO_HEALTHY_ENDPOINT => Level::Ok,
-            code if WARNINGS.contains(&code) => Level::Warning,
-            _ => Level::Error,
-        };
-        Self::with_level(level, problem)
+        Self::with_level(problem.code.level(), problem)
     }
 }
 
@@ -329,7 +259,6 @@ impl fmt::Display for Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::{Code, codes};
 
     const WIDTH: usize = 120;
 
@@ -338,15 +267,15 @@ mod tests {
         Report::new("node".to_owned(), vec![Group { name, checks }])
     }
 
-    fn problem(code: &'static Code, subject: &str, found: &str) -> Problem {
+    fn problem(code: Code, subject: &str, found: &str) -> Problem {
         Problem::new(code, subject, found).consequence("").remedy("mend it")
     }
 
-    fn error(code: &'static Code, subject: &str, found: &str) -> Check {
+    fn error(code: Code, subject: &str, found: &str) -> Check {
         Check::with_level(Level::Error, &problem(code, subject, found))
     }
 
-    fn warning(code: &'static Code, subject: &str, found: &str) -> Check {
+    fn warning(code: Code, subject: &str, found: &str) -> Check {
         Check::with_level(Level::Warning, &problem(code, subject, found))
     }
 
@@ -355,8 +284,8 @@ mod tests {
         let checks = vec![
             Check::skipped("a", "no agent"),
             Check::ok("b", "found"),
-            warning(codes::LOG_SILENT, "c", "none"),
-            error(codes::AGENT_UNKNOWN, "d\n", "a\u{1b}[2Jb\nc"),
+            warning(Code::LogSilent, "c", "none"),
+            error(Code::AgentUnknown, "d\n", "a\u{1b}[2Jb\nc"),
         ];
         let found = report(checks).judged(&PodState::NotReady, None);
         assert_eq!(found.level, Level::Error);
@@ -375,9 +304,9 @@ mod tests {
     #[test]
     fn the_verdict_is_the_state_with_the_first_of_the_worst_findings() {
         let (one, two) =
-            (warning(codes::LOG_SILENT, "a", "one"), warning(codes::LOG_SILENT, "b", "two"));
-        let three = error(codes::AGENT_UNKNOWN, "c", "three");
-        let missing = problem(codes::POD_NOT_READY, "pod", "no listener");
+            (warning(Code::LogSilent, "a", "one"), warning(Code::LogSilent, "b", "two"));
+        let three = error(Code::AgentUnknown, "c", "three");
+        let missing = problem(Code::PodNotReady, "pod", "no listener");
         let ok = Check::ok("b", "found");
         for (checks, state, unexplained, verdict, level) in [
             (vec![], PodState::Ready, None, "ready: no problem found", Level::Skipped),
@@ -435,15 +364,15 @@ mod tests {
     #[test]
     fn levels_and_findings_do_not_depend_on_texts() {
         let levels = |text: Option<&'static str>| {
-            let check = |code: &&'static Code| {
-                let mut problem = Problem::new(code, "subject", "found");
+            let check = |code: &Code| {
+                let mut problem = Problem::new(*code, "subject", "found");
                 if let Some(text) = text {
                     problem = problem.expected(text).consequence(text).remedy(text);
                     problem.found = text.to_owned();
                 }
                 Check::from(&problem)
             };
-            let found = report(codes::TABLE.iter().map(check).collect());
+            let found = report(Code::ALL.iter().map(check).collect());
             let state = PodState::Unknown(text.unwrap_or("not known").to_owned());
             let found = found.judged(&state, None);
             let has_count = found.verdict.contains(", with ");
@@ -457,7 +386,7 @@ mod tests {
 
     #[test]
     fn a_finding_is_listed_once_and_without_its_consequences() {
-        let (cause, consequence) = (codes::CAPTURE_RULES_MISSING, codes::DNS_NOT_CAPTURED);
+        let (cause, consequence) = (Code::CaptureRulesMissing, Code::DnsNotCaptured);
         let groups = [
             vec![warning(cause, "a", "1"), warning(consequence, "b", "2")],
             vec![error(cause, "a", "1"), error(cause, "c", "3")],
@@ -481,7 +410,7 @@ mod tests {
         const WAITS: &[&str] = &["SECRET_AWAITED", "LISTENER_WARMING", "CLUSTER_WARMING"];
         const OTHERS: &[&str] =
             &["RBAC_DENIED", "APPLICATION_PORT_CLOSED", "RESOURCE_REFUSED", "SECRET_FILE_MISSING"];
-        let code = |name: &str| *codes::TABLE.iter().find(|code| code.name == name).expect("code");
+        let code = |name: &str| Code::named(name).expect("code");
         let listed = |cause: &str, other: &str| {
             let checks = [other, cause].map(|name| error(code(name), name, "found")).to_vec();
             let listed = report(checks).findings().into_iter().map(|it| it.code).rev();
@@ -532,7 +461,7 @@ mod tests {
 
     #[test]
     fn of_two_findings_the_one_that_names_an_object_is_listed() {
-        let code = codes::ISTIOD_UNAUTHENTICATED;
+        let code = Code::IstiodUnauthenticated;
         let (poor, rich) = ("Unauthenticated: denied", "serviceaccounts \"web\" not found");
         for (checks, level, found) in [
             (vec![error(code, "istiod", poor), error(code, "istiod", rich)], Level::Error, rich),
@@ -551,9 +480,9 @@ mod tests {
         let words = "word ".repeat(80);
         let long = "ü".repeat(300);
         let checks = vec![
-            error(codes::AGENT_UNKNOWN, "a", &words),
-            error(codes::AGENT_UNKNOWN, "b", &long),
-            error(codes::AGENT_UNKNOWN, "c", &format!("{words}{long}{words}")),
+            error(Code::AgentUnknown, "a", &words),
+            error(Code::AgentUnknown, "b", &long),
+            error(Code::AgentUnknown, "c", &format!("{words}{long}{words}")),
         ];
         let found = report(checks).judged(&PodState::NotReady, None);
         let text = found.text(true, WIDTH);

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::files::regular_file::{self, if_exists};
 use crate::metrics::{Kind, Registry};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// The release of Istio that this agent follows. It is sent to istiod if the image does not name a version.
 const FOLLOWED: &str = "1.31.0";
@@ -56,7 +56,7 @@ fn image_version(program: &Path) -> Result<String, Problem> {
         Err(error) => error.to_string(),
     };
     let expected = format!("a version such as {FOLLOWED}, or no such file");
-    Err(Problem::value(codes::FILE_INVALID, path.display(), &found, expected))
+    Err(Problem::value(Code::FileInvalid, path.display(), &found, expected))
 }
 
 /// Records the build as a metric. `istio` is the version that is sent to istiod.

@@ -7,7 +7,7 @@ use crate::bootstrap::platform;
 use crate::config::GoogleToken;
 use crate::files::replace_file::replace_file;
 use crate::istiod::token;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::clock::Clock;
 
@@ -47,7 +47,7 @@ async fn refresh(
     platform: &platform::Config,
     clock: &Clock,
 ) -> Result<Duration, Problem> {
-    let code = codes::GOOGLE_TOKEN_MISSING;
+    let code = Code::GoogleTokenMissing;
     let Some(token) = platform::google_identity(platform, &config.audience).await else {
         let subject = "Failed to get vm identity token from metadata server";
         let found = format!("no token for audience {:?}", config.audience);
@@ -108,7 +108,7 @@ mod tests {
         assert!((34..=35).contains(&minutes), "{minutes}");
         drop(listener);
         let error = refresh(&config, &platform, &clock).await.unwrap_err();
-        assert_eq!(error.code, codes::GOOGLE_TOKEN_MISSING);
+        assert_eq!(error.code, Code::GoogleTokenMissing);
         assert!(error.subject.starts_with("Failed to get vm identity token"));
         assert_eq!(fs::read_to_string(&path).unwrap(), token);
     }

@@ -37,7 +37,7 @@ use crate::envoy::{self, Exit};
 use crate::istiod::{self, Istiod};
 use crate::metrics::{self, Registry};
 use crate::net::unix_socket;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::Clock;
 use crate::runtime::exit_code::ExitCode;
 use crate::runtime::lifecycle::{
@@ -501,5 +501,5 @@ fn unexpected_end(ended: Ended) -> Problem {
         Ok(()) => "exited unexpectedly".to_owned(),
         Err(error) => format!("exited unexpectedly: {}", with_causes(error.as_ref())),
     };
-    Problem::new(codes::TASK_EXITED, format!("task {}", ended.name), found)
+    Problem::new(Code::TaskExited, format!("task {}", ended.name), found)
 }

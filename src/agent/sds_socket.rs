@@ -9,7 +9,7 @@ use crate::config::{AbsentSocket, Config};
 use crate::files::regular_file::if_exists;
 use crate::net::unix_socket::probe::{self, Health};
 use crate::net::unix_socket::{self, Listener};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// The socket at which another process serves the credentials of a gateway.
 const CREDENTIALS: &str = "./var/run/secrets/credential-uds/socket";
@@ -39,7 +39,7 @@ impl Detected {
         Ok(unix_socket::bind(&config.bootstrap.files_socket)
             .inspect_err(|error| {
                 let subject = "socket for secrets from files";
-                let problem = Problem::new(codes::SDS_SOCKET_UNUSABLE, subject, &error.found);
+                let problem = Problem::new(Code::SdsSocketUnusable, subject, &error.found);
                 tracing::warn!("{problem}");
                 self.metadata.retain(|name| *name != FILES);
             })
@@ -89,11 +89,11 @@ async fn detect_other_server(socket: &Path, absent: AbsentSocket) -> Result<bool
         AbsentSocket::Fail => {
             let subject = "agent configured for non-default SDS socket path";
             let found = format!("{} but no socket found", socket.display());
-            return Err(Problem::new(codes::SDS_SOCKET_MISSING, subject, found));
+            return Err(Problem::new(Code::SdsSocketMissing, subject, found));
         }
         AbsentSocket::Wait => {
-            let code = codes::SDS_SOCKET_ABSENT;
-            tracing::warn!("{}", Problem::new(code, socket.display(), code.cause));
+            let code = Code::SdsSocketAbsent;
+            tracing::warn!("{}", Problem::new(code, socket.display(), code.cause()));
         }
     }
     Ok(true)
@@ -112,7 +112,7 @@ async fn probe_or_remove(socket: &Path, removes_dead: bool) -> Result<bool, Prob
     if_exists(std::fs::remove_file(socket)).map_err(|error| {
         let path = socket.display();
         let found = format!("existing SDS socket could not be removed: {path}: {error}");
-        Problem::new(codes::SDS_SOCKET_STALE, "failed to check SDS socket", found)
+        Problem::new(Code::SdsSocketStale, "failed to check SDS socket", found)
     })?;
     Ok(false)
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::json;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Converts a value to the form istiod reads; None if it has another type. A value that is false or empty is
 /// unchanged.
@@ -71,7 +71,7 @@ fn mismatch(name: &str, value: &Value, expected: &'static str) -> Problem {
         Value::String(text) => (format!("ISTIO_META_{name}"), text.clone()),
         other => (format!("{name} of ISTIO_METAJSON_*"), other.to_string()),
     };
-    Problem::value(codes::SETTING_INVALID, subject, &found, expected)
+    Problem::value(Code::SettingInvalid, subject, &found, expected)
 }
 
 pub(super) fn is_typed(name: &str) -> bool {

@@ -10,7 +10,7 @@ use super::document::document;
 use super::file::write;
 use crate::envoy::program;
 use crate::files::permission;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Returns the document as text, or writes it to `output`.
 pub fn show(config: &Config, output: Option<&Path>) -> Result<Option<String>, Problem> {
@@ -53,5 +53,5 @@ pub fn validate(
         return Ok(());
     }
     let found = format!("it refuses the bootstrap ({status})");
-    Err(Problem::new(codes::ENVOY_BOOTSTRAP_REFUSED, "Envoy", found))
+    Err(Problem::new(Code::EnvoyBootstrapRefused, "Envoy", found))
 }

@@ -10,7 +10,7 @@ use super::layout::{Entry, Layout};
 use super::packet::{Decision, Packet, Sender, simulate};
 use super::rules::{Chain, Criterion, Family, Match, Protocol, Table, Verdict};
 use super::verify::find_others;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 const SUBJECT: &str = "rules";
 /// The user and group of an application. No rule names them.
@@ -43,7 +43,7 @@ pub fn find(layout: &Layout, family: Family, [pod, peer]: [IpAddr; 2]) -> Vec<Pr
             if target(&rule).is_some_and(|target| TAKING.contains(&target)) {
                 let why =
                     format!("a rule of others comes before Istio's and may take calls: {rule}");
-                found.push(Problem::new(codes::CAPTURE_BYPASSED, SUBJECT, why));
+                found.push(Problem::new(Code::CaptureBypassed, SUBJECT, why));
             }
         }
     }
@@ -80,10 +80,10 @@ fn bypass(layout: &Layout, istio: &Layout, packet: &Packet) -> Option<Problem> {
         rules.find(|(place, rule)| place.1.is_builtin() && !is_istios(layout, *place, rule));
     let (code, why) = match other {
         Some((place, rule)) => (
-            codes::CAPTURE_BYPASSED,
+            Code::CaptureBypassed,
             format!("a rule of others takes it: {}", appended(*place, rule)),
         ),
-        None => (codes::CAPTURE_RULES_CHANGED, "no rule leads it to Istio's chains".to_owned()),
+        None => (Code::CaptureRulesChanged, "no rule leads it to Istio's chains".to_owned()),
     };
     let decision = trace.decision;
     Some(Problem::new(code, SUBJECT, format!("{packet} {decision}, expected port {port}: {why}")))
@@ -175,7 +175,7 @@ mod tests {
             Family::V6 => ["2001:db8::7", "2001:db8:7::7"],
         };
         let addresses = addresses.map(|address| address.parse().expect(address));
-        find(layout, family, addresses).iter().map(|it| it.brief() + it.code.name).collect()
+        find(layout, family, addresses).iter().map(|it| it.brief() + it.code.name()).collect()
     }
 
     #[test]

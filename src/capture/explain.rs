@@ -8,7 +8,7 @@ use super::config::{self, Config};
 use super::iptables::appended;
 use super::packet::{Decision, LOOPBACK, Packet, Sender, Trace};
 use super::rules::{DNS_PORT, Id, Protocol, named};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Grammar of a flow.
 const GRAMMAR: &str = "out,PROTOCOL,USER[/GROUP],[SOURCE,]ADDRESS:PORT[,INTERFACE] or \
@@ -42,7 +42,7 @@ impl FromStr for Flow {
 }
 
 fn problem(subject: &str, found: &str, expected: &'static str) -> Problem {
-    Problem::value(codes::ARGUMENT_INVALID, subject, found, expected)
+    Problem::value(Code::ArgumentInvalid, subject, found, expected)
 }
 
 /// Parses the fields of a flow. Returns None if one of them does not follow the grammar.

@@ -24,12 +24,12 @@ pub mod verify;
 
 use std::io;
 
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Returns a problem with this code, or with the code of a missing capability if that is the error.
-pub fn problem(mut code: &'static Code, subject: impl ToString, error: io::Error) -> Problem {
+pub fn problem(mut code: Code, subject: impl ToString, error: io::Error) -> Problem {
     if error.kind() == io::ErrorKind::PermissionDenied {
-        code = codes::CAPTURE_PERMISSION;
+        code = Code::CapturePermission;
     }
     Problem::new(code, subject, error)
 }

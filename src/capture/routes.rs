@@ -9,7 +9,7 @@ use std::net::Ipv6Addr;
 use super::config::{Config, Mode};
 use super::rules::Family;
 use crate::net::netlink::{DUMP, attribute, parts, request};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// The index of `lo` in every network namespace.
 const LOOPBACK_INDEX: u32 = 1;
@@ -80,7 +80,7 @@ pub fn missing(config: &Config) -> Result<Vec<(Family, String)>, Problem> {
 
 fn failed(verb: &str, item: &str, error: io::Error) -> Problem {
     let subject = format!("failed to configure routes: cannot {verb} {item}");
-    super::problem(codes::CAPTURE_ROUTES_FAILED, subject, error)
+    super::problem(Code::CaptureRoutesFailed, subject, error)
 }
 
 /// Returns everything that a configuration may need.

@@ -15,7 +15,7 @@ use tokio::time::{interval, timeout};
 
 use super::config::Config;
 use super::rules::Family;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::duration::rounded;
 
 /// Time between connections, and time limit of each.
@@ -78,7 +78,7 @@ async fn accept(listener: &TcpListener, destination: SocketAddr) {
 }
 
 fn failed(found: String) -> Problem {
-    Problem::new(codes::CAPTURE_VALIDATION_FAILED, "iptables validation failed", found)
+    Problem::new(Code::CaptureValidationFailed, "iptables validation failed", found)
 }
 
 fn listen(address: SocketAddr) -> Result<TcpListener, Problem> {

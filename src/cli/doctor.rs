@@ -18,8 +18,8 @@ use crate::config::flags::{LogFlags, ProxyFlags};
 use crate::config::{self, Config};
 use crate::doctor::{self, get, used_up_ports};
 use crate::net::http_client;
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level, PodState, Report};
+use crate::problem::{Code, Level, Problem};
+use crate::report::{Check, PodState, Report};
 use crate::runtime::blocking::{THREADS, run_within};
 use crate::runtime::exit_code::ExitCode;
 use crate::runtime::lifecycle::with_causes;
@@ -103,13 +103,13 @@ pub async fn report(
     let state = PodState::Unknown(format!("no agent answers on port {port}"));
     let problem = match request_report(port).await {
         Ok(report) => return Ok(report),
-        Err(refused) if refused.code == codes::CALLER_REFUSED => return Err(refused),
+        Err(refused) if refused.code == Code::CallerRefused => return Err(refused),
         Err(problem) => problem,
     };
-    if problem.code != codes::AGENT_NOT_RUNNING {
+    if problem.code != Code::AgentNotRunning {
         checks.push(Check::from(&problem));
     }
-    let report = if problem.code == codes::AGENT_SILENT {
+    let report = if problem.code == Code::AgentSilent {
         doctor::check_settings(&config, checks)
     } else {
         doctor::report(&config, None, checks).await
@@ -119,7 +119,7 @@ pub async fn report(
 
 /// Replaces a configuration whose files were not read in time by a skipped check, which is not a finding.
 fn unread(why: String) -> (Option<u16>, Result<Config, Vec<Problem>>, Vec<Check>) {
-    let late = Problem::new(codes::CHECKS_LATE, "configuration files", why);
+    let late = Problem::new(Code::ChecksLate, "configuration files", why);
     (Some(DEFAULT_PORT), Err(Vec::new()), vec![Check::with_level(Level::Skipped, &late)])
 }
 
@@ -137,18 +137,18 @@ async fn request_report(port: u16) -> Result<Report, Problem> {
     let url = format!("http://127.0.0.1:{port}/debug/doctor");
     let response = get(&url, AGENT_LIMIT).await.map_err(|error| {
         let code = match error {
-            http_client::Error::Connect(_) => codes::AGENT_NOT_RUNNING,
-            _ => codes::AGENT_SILENT,
+            http_client::Error::Connect(_) => Code::AgentNotRunning,
+            _ => Code::AgentSilent,
         };
         used_up_ports(&error).unwrap_or_else(|| Problem::new(code, "agent", with_causes(&error)))
     })?;
     if response.status() == StatusCode::FORBIDDEN {
         let body = String::from_utf8_lossy(response.body());
         let text = body.rsplit_once(" [").map_or(body.trim(), |(text, _)| text);
-        return Err(Problem::new(codes::CALLER_REFUSED, "doctor", text).remedy(""));
+        return Err(Problem::new(Code::CallerRefused, "doctor", text).remedy(""));
     }
     serde_json::from_slice(response.body())
-        .map_err(|_| Problem::new(codes::AGENT_UNKNOWN, format!("port {port}"), quoted(&response)))
+        .map_err(|_| Problem::new(Code::AgentUnknown, format!("port {port}"), quoted(&response)))
 }
 
 /// Returns the status and the beginning of an unknown response.
@@ -168,7 +168,7 @@ mod tests {
         let (release, released) = std::sync::mpsc::channel::<()>();
         let read = move || {
             let _ = released.recv();
-            (None, Err(vec![Problem::new(codes::FILE_MISSING, "a", "b")]), Vec::new())
+            (None, Err(vec![Problem::new(Code::FileMissing, "a", "b")]), Vec::new())
         };
         let read = run_within(Duration::from_millis(1), &ONE, read).await;
         let (port, config, before) = read.unwrap_or_else(unread);

@@ -14,7 +14,7 @@ use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, Unusable};
 use crate::files::regular_file;
-use crate::report::Level;
+use crate::problem::Level;
 use crate::runtime::exit_code::ExitCode;
 use crate::runtime::lifecycle::BoxError;
 

@@ -11,7 +11,7 @@ use super::{doctor, ignore_closed_pipe, with_progress};
 use crate::config::environment::Environment;
 use crate::config::flags::{Flag, LogFlags, ProxyFlags};
 use crate::config::{self, report};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::blocking::{THREADS, run_within};
 use crate::runtime::lifecycle::BoxError;
 use crate::support_bundle::{self, STEP_LIMIT, Sources};
@@ -47,7 +47,7 @@ pub fn open(flags: &SupportBundleFlags) -> Result<Box<dyn Write>, BoxError> {
 }
 
 fn unusable(subject: impl ToString, found: impl ToString) -> Problem {
-    Problem::new(codes::BUNDLE_OUTPUT_UNUSABLE, subject, found)
+    Problem::new(Code::BundleOutputUnusable, subject, found)
 }
 
 /// Reads the sources of the bundle from the configuration in a directory.
@@ -83,7 +83,7 @@ pub async fn run(
         move || sources(&proxy, &log, &all, &environment, ".".as_ref())
     });
     let sources = read.await.unwrap_or_else(|why| {
-        tracing::warn!("{}", Problem::new(codes::BUNDLE_SETTINGS_LATE, "configuration files", why));
+        tracing::warn!("{}", Problem::new(Code::BundleSettingsLate, "configuration files", why));
         // There are no files under this root, so only flags and variables are read.
         sources(&flags.proxy, log, all, environment, "/dev/null".as_ref())
     });

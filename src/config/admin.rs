@@ -9,7 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use super::environment::{self as variables, Environment};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::proxy_config::ProxyConfig;
 
 /// The values of `ISTIO_ENVOY_ADMIN_TRANSPORT`.
@@ -42,7 +42,7 @@ pub(super) fn socket(config: &ProxyConfig, env: &Environment) -> Result<Option<P
     }
     Err(Unusable::Ignored(
         Problem::new(
-            codes::ADMIN_SOCKET_UNSUPPORTED,
+            Code::AdminSocketUnsupported,
             variable.row.name,
             "customConfigFile has the address of the admin interface",
         )
@@ -52,7 +52,7 @@ pub(super) fn socket(config: &ProxyConfig, env: &Environment) -> Result<Option<P
 
 /// Returns true if the contract of Istio holds. Fails if the pod does not meet its conditions.
 pub(super) fn is_istios(config: &ProxyConfig, env: &Environment) -> Result<bool, Problem> {
-    let code = codes::ADMIN_SOCKET_UNSUPPORTED;
+    let code = Code::AdminSocketUnsupported;
     let variable = &variables::ISTIO_ENVOY_ADMIN_TRANSPORT;
     let name = variable.row.name;
     let value = env.get(variable);

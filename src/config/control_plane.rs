@@ -14,7 +14,7 @@ use super::{HOST_PORT, Loader, below};
 use crate::istiod::{Config, Keepalive, Limits, Security, tls, token};
 use crate::net::address;
 use crate::net::dial::proxy::{Proxies, Proxy};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::trust::compliance::Policy;
 use crate::trust::trust_anchors::SystemRoots;
 use crate::xds::ledger;
@@ -131,7 +131,7 @@ impl Loader<'_> {
             NodeType::Sidecar => "Envoy does not use delta xDS (ISTIO_DELTA_XDS=false)".to_owned(),
             kind => format!("the proxy is a {kind}, and not a sidecar"),
         };
-        self.notes.warnings.push(Problem::new(codes::ON_DEMAND_OFF, variable.row.name, obstacle));
+        self.notes.warnings.push(Problem::new(Code::OnDemandOff, variable.row.name, obstacle));
         false
     }
 
@@ -305,7 +305,7 @@ impl Loader<'_> {
             let subject = format!("root file for istiod ({name})");
             let path = file.display().to_string();
             let expected = "an existing file of root certificates";
-            let problem = Problem::value(codes::FILE_MISSING, subject, &path, expected);
+            let problem = Problem::value(Code::FileMissing, subject, &path, expected);
             if is_needed {
                 self.notes.add(problem);
             } else {

@@ -18,7 +18,7 @@ use crate::envoy::command::{Command, LogLevels};
 use crate::envoy::hot_restart;
 use crate::envoy::shutdown::{Drain, Limits};
 use crate::files::regular_file::{self, MAX_SETTINGS};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::proxy_config::{time, yaml};
 use crate::runtime::duration;
 use crate::trust::compliance::Policy;
@@ -37,7 +37,7 @@ const NEXT_LIVE: Duration = Duration::from_secs(45);
 /// The limit for the validation of a bootstrap, which may resolve names.
 const CHECK: Duration = Duration::from_secs(15);
 /// The shutdown time of an Envoy whose successor is in another container.
-const HANDOVER: Duration = Duration::from_secs(600);
+const PAIR_SHUTDOWN: Duration = Duration::from_secs(600);
 /// The user and group exempt from traffic capture.
 const UNCAPTURED: u32 = 1337;
 /// The part of a pod's grace period that is reserved for the shutdown after the wait for connections.
@@ -84,13 +84,13 @@ impl Loader<'_> {
 
     /// Configures hot restarts; None if there are none.
     fn hot_restart(&mut self) -> Option<hot_restart::Limits> {
-        let is_pair = !self.get(&variables::ISTIO_AGENT_STANDBY).is_empty();
+        let is_pair = !self.container().is_empty();
         if !is_pair && !self.get(&variables::ISTIO_AGENT_HOT_RESTART) {
             return None;
         }
         let variable = &variables::ISTIO_AGENT_PARENT_SHUTDOWN_TIME;
         let wanted =
-            if is_pair && !self.env.is_set(variable) { HANDOVER } else { self.get(variable) };
+            if is_pair && !self.env.is_set(variable) { PAIR_SHUTDOWN } else { self.get(variable) };
         let drain = self.proxy_config.drain_time();
         let min = drain.saturating_add(Duration::from_secs(1));
         let expected = "more than the drain duration";
@@ -238,7 +238,7 @@ impl Loader<'_> {
             Ok(document) => Some(with_host_ip(&document, &self.get(&variables::HOST_IP))),
             Err(error) => {
                 let subject = format!("{} (ISTIO_BOOTSTRAP_OVERRIDE)", path.display());
-                let code = codes::BOOTSTRAP_OVERRIDE_UNREADABLE;
+                let code = Code::BootstrapOverrideUnreadable;
                 self.notes.warnings.push(Problem::new(code, subject, error));
                 None
             }

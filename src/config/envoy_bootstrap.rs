@@ -22,7 +22,7 @@ use crate::bootstrap::platform::{self, Platform};
 use crate::bootstrap::{self, Ports, StatsConfig, grpc};
 use crate::net::address;
 use crate::net::unix_socket;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::proxy_config::proxy_config::{ClusterName, TracingServiceName};
 use crate::runtime::duration;
 use crate::trust::compliance::Policy;
@@ -62,7 +62,7 @@ impl Loader<'_> {
             let consequence = "the metadata of peers is not discovered";
             self.warn("ISTIO_DELTA_XDS", "false", "true", consequence);
         }
-        let container = self.get(&variables::ISTIO_AGENT_STANDBY);
+        let container = self.container();
         let exit_on_zero_connections = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);
         let admin_socket = self.admin_socket();
         let strips_fragment = &variables::HTTP_STRIP_FRAGMENT_FROM_PATH_UNSAFE_IF_DISABLED;
@@ -93,6 +93,11 @@ impl Loader<'_> {
         }
     }
 
+    /// Returns the name of this container, if two containers of the pod run the agent.
+    pub(super) fn container(&mut self) -> String {
+        self.get(&variables::ISTIO_AGENT_STANDBY)
+    }
+
     /// Returns the socket of Envoy's admin interface. None for a port.
     fn admin_socket(&mut self) -> Option<PathBuf> {
         match admin::socket(&self.proxy_config, self.env) {
@@ -121,7 +126,7 @@ impl Loader<'_> {
         let parsed = serde_json::from_str(text).ok().filter(Value::is_object);
         if parsed.is_none() {
             let subject = format!("ISTIO_META_{NAME}");
-            let code = codes::LOAD_STATS_CONFIG_INVALID;
+            let code = Code::LoadStatsConfigInvalid;
             self.notes.add(Problem::value(code, subject, text, "a JSON object"));
         }
         parsed
@@ -348,7 +353,7 @@ impl Loader<'_> {
                 }
                 Err(error) => {
                     let subject = format!("ISTIO_METAJSON_{name}");
-                    let problem = Problem::new(codes::SETTING_REPLACED, subject, error);
+                    let problem = Problem::new(Code::SettingReplaced, subject, error);
                     self.notes.warnings.push(problem.consequence(IGNORED));
                 }
             }

@@ -9,7 +9,7 @@ use super::status_port;
 use super::tests::machine;
 use crate::envoy::restart_budget::Budget;
 use crate::envoy::shutdown::Drain;
-use crate::problem::codes;
+use crate::problem::Code;
 
 #[test]
 fn flags_reach_envoy_and_may_switch_it_off() {
@@ -311,7 +311,7 @@ fn the_override_of_the_bootstrap_is_read_or_left_out() {
     let config = machine.config();
     assert_eq!(config.envoy.expect("Envoy").command.override_json, None);
     let warning = &config.warnings[0];
-    assert_eq!(warning.code, codes::BOOTSTRAP_OVERRIDE_UNREADABLE);
+    assert_eq!(warning.code, Code::BootstrapOverrideUnreadable);
     assert_eq!(warning.subject, "over.yaml (ISTIO_BOOTSTRAP_OVERRIDE)");
 }
 

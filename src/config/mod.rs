@@ -34,7 +34,7 @@ use serde_json::Value;
 
 use crate::files::volume::Volume;
 use crate::net::dial::proxy::Proxies;
-use crate::problem::{Diagnostics, Problem, codes};
+use crate::problem::{Code, Diagnostics, Problem};
 use crate::proxy_config::ProxyConfig;
 use crate::trust::compliance::Policy;
 use crate::xds::ledger;
@@ -228,7 +228,7 @@ impl<'a> Loader<'a> {
         let mut notes = merged.notes;
         notes.warnings.splice(..0, pod_warnings);
         let interfaces = interfaces.unwrap_or_else(|error| {
-            let code = codes::INTERFACES_UNREADABLE;
+            let code = Code::InterfacesUnreadable;
             notes.warnings.push(Problem::new(code, "network interfaces", error));
             Vec::new()
         });
@@ -353,7 +353,7 @@ impl<'a> Loader<'a> {
         expected: impl Into<Cow<'static, str>>,
     ) {
         let found = found.to_string();
-        self.notes.add(Problem::value(codes::SETTING_INVALID, subject, &found, expected));
+        self.notes.add(Problem::value(Code::SettingInvalid, subject, &found, expected));
     }
 
     fn warn(

@@ -14,7 +14,7 @@ use indexmap::IndexSet;
 
 use super::Problem;
 use crate::files::regular_file;
-use crate::problem::codes;
+use crate::problem::Code;
 
 /// Labels or annotations.
 pub type Pairs = BTreeMap<String, String>;
@@ -77,7 +77,7 @@ pub(super) fn addresses(
 ) -> Vec<IpAddr> {
     for name in excluded {
         if !interfaces.iter().any(|interface| interface.name == *name) {
-            let code = codes::INTERFACE_UNKNOWN;
+            let code = Code::InterfaceUnknown;
             let expected = "the name of an interface";
             warnings.push(Problem::value(code, EXCLUDED_INTERFACES, name, expected));
         }
@@ -111,7 +111,7 @@ pub(super) fn pairs(root: &Path, name: &str, warnings: &mut Vec<Problem>) -> Opt
         Ok(text) => Some(parse_pairs(&text, &path, warnings)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => {
-            warnings.push(Problem::new(codes::FILE_UNREADABLE, path.display(), error));
+            warnings.push(Problem::new(Code::FileUnreadable, path.display(), error));
             None
         }
     }
@@ -127,7 +127,7 @@ fn parse_pairs(text: &str, path: &Path, warnings: &mut Vec<Problem>) -> Pairs {
             pairs.insert(key.to_owned(), value);
         } else {
             let subject = format!("{} line {}", path.display(), index + 1);
-            warnings.push(Problem::value(codes::FILE_LINE, subject, line, "key=\"value\""));
+            warnings.push(Problem::value(Code::FileLine, subject, line, "key=\"value\""));
         }
     }
     pairs

@@ -12,7 +12,7 @@ use super::flags::{Flag, LogFlags, ProxyFlags};
 use super::merged::DEFAULT;
 use super::pod::{self, Pairs};
 use super::{Loader, NOWHERE, Problem};
-use crate::problem::{Code, Diagnostics, codes};
+use crate::problem::{Code, Diagnostics};
 
 /// The sections of settings, each with its value and origin, then the texts of warnings and problems.
 #[derive(Debug)]
@@ -63,15 +63,15 @@ fn setting(value: Value, origin: &str) -> Value {
 }
 
 /// Problems that depend on the files and interfaces of the machine.
-const MACHINE_DEPENDENT: [&Code; 7] = [
-    codes::BOOTSTRAP_OVERRIDE_UNREADABLE,
-    codes::DNS_RESOLV_CONF_UNREADABLE,
-    codes::FILE_MISSING,
-    codes::FILE_UNREADABLE,
-    codes::INTERFACE_UNKNOWN,
-    codes::INTERFACES_UNREADABLE,
+const MACHINE_DEPENDENT: [Code; 7] = [
+    Code::BootstrapOverrideUnreadable,
+    Code::DnsResolvConfUnreadable,
+    Code::FileMissing,
+    Code::FileUnreadable,
+    Code::InterfaceUnknown,
+    Code::InterfacesUnreadable,
     // The flag overrides the configuration, as in pilot-agent.
-    codes::FLAG_OVERRIDES_CONFIG,
+    Code::FlagOverridesConfig,
 ];
 
 /// Reads the configuration of a pod manifest. Returns the members of ProxyConfig that are set, and the problems

@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::Loader;
 use super::environment::{self as variables, Variable};
 use crate::ca::key::{Encoding, KeyType, RSA_SIZES};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::proxy_config::{private_key_provider::Provider, time};
 use crate::sds::SecretOptions;
 use crate::sds::key_provider::{KeyProvider, Kind};
@@ -109,7 +109,7 @@ impl Loader<'_> {
                 if !missing.is_empty() {
                     let found = format!("files do not exist: {}", missing.join(", "));
                     let subject = "GKE workload certificates";
-                    self.notes.add(Problem::new(codes::FILE_MISSING, subject, found));
+                    self.notes.add(Problem::new(Code::FileMissing, subject, found));
                 }
                 return Some(files_in(MOUNTED, GOOGLE_NAMES, true));
             }
@@ -201,7 +201,7 @@ impl Loader<'_> {
         let source = sources.files.workload.as_ref().and_then(|files| files.chain.parent());
         if source.is_some_and(|source| is_same_directory(source, &directory)) {
             let found = format!("secrets are read from {}", directory.display());
-            let problem = Problem::new(codes::SETTING_REPLACED, "OUTPUT_CERTS", found);
+            let problem = Problem::new(Code::SettingReplaced, "OUTPUT_CERTS", found);
             self.notes.warnings.push(problem.consequence("no files are written"));
             return None;
         }
@@ -233,7 +233,7 @@ impl Loader<'_> {
 
     fn rsa(&mut self) -> KeyType {
         let bits = self.get(&variables::WORKLOAD_RSA_KEY_SIZE);
-        let code = codes::WORKLOAD_KEY_SIZE;
+        let code = Code::WorkloadKeySize;
         let name = "WORKLOAD_RSA_KEY_SIZE";
         let found = bits.to_string();
         if !(2048..=8192).contains(&bits) {

@@ -11,7 +11,7 @@ use super::pod::NodeType;
 use super::{Loader, admin};
 use crate::bootstrap::{self, StatsConfig};
 use crate::probe;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::systemd;
 use crate::scrape::targets::{self, Target};
 use crate::scrape::{self, Hidden, tls};
@@ -81,7 +81,7 @@ impl Loader<'_> {
         Probers::parse(&self.get(&variables::ISTIO_KUBE_APP_PROBERS)).unwrap_or_else(|errors| {
             for error in errors {
                 let name = variables::ISTIO_KUBE_APP_PROBERS.row.name;
-                self.notes.add(Problem::new(codes::SETTING_INVALID, name, error));
+                self.notes.add(Problem::new(Code::SettingInvalid, name, error));
             }
             Probers::default()
         })
@@ -109,7 +109,7 @@ impl Loader<'_> {
             return Vec::new();
         };
         let mut targets = targets::parse(json, status_port).unwrap_or_else(|error| {
-            self.notes.add(Problem::new(codes::SETTING_INVALID, ANNOTATIONS, error));
+            self.notes.add(Problem::new(Code::SettingInvalid, ANNOTATIONS, error));
             Vec::new()
         });
         let variable = &variables::ISTIO_AGENT_SCRAPE_TLS;
@@ -124,7 +124,7 @@ impl Loader<'_> {
                 }
             }
             Err(error) => {
-                self.notes.add(Problem::new(codes::SETTING_INVALID, variable.row.name, error));
+                self.notes.add(Problem::new(Code::SettingInvalid, variable.row.name, error));
             }
         }
         targets

@@ -26,7 +26,7 @@ use bytes::Bytes;
 use tokio::sync::{Mutex, watch};
 
 use crate::metrics::Registry;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::{BoxError, CancellationToken, StopAccepting};
 pub use answer::Policy;
 use metrics::Metrics;
@@ -157,7 +157,7 @@ impl Dns {
     /// Returns the number of hosts in the table.
     pub fn host_count(&self) -> Result<usize, Problem> {
         let hosts = self.tables.borrow().as_ref().map(|table| table.host_count());
-        let code = codes::DNS_NAME_TABLE_MISSING;
+        let code = Code::DnsNameTableMissing;
         hosts.ok_or_else(|| Problem::new(code, "name table", "not received from istiod"))
     }
 
@@ -189,7 +189,7 @@ pub async fn check_server(server: SocketAddr, limit: Duration) -> Result<(), Pro
     let answered = tokio::time::timeout(limit, query_status(server)).await;
     answered
         .unwrap_or_else(|late| Err(late.into()))
-        .map_err(|error| Problem::new(codes::DNS_SERVER_SILENT, format!("server {server}"), error))
+        .map_err(|error| Problem::new(Code::DnsServerSilent, format!("server {server}"), error))
 }
 
 /// Sends a query with opcode STATUS, which no server forwards, and waits for the answer.
@@ -232,8 +232,8 @@ fn bind_both(address: &str) -> Result<Bound, Problem> {
 fn listen_failed(protocol: &str, address: &str) -> impl Fn(io::Error) -> Problem {
     move |error| {
         let code = match error.kind() {
-            io::ErrorKind::AddrInUse => codes::DNS_PORT_TAKEN,
-            _ => codes::DNS_LISTEN_FAILED,
+            io::ErrorKind::AddrInUse => Code::DnsPortTaken,
+            _ => Code::DnsListenFailed,
         };
         let found = format!("cannot listen on {protocol} {address}: {error}");
         Problem::new(code, "failed to start local DNS server", found)

@@ -356,7 +356,7 @@ async fn an_address_in_use_is_an_error_that_names_it() {
         policy: Policy { ttl: 30, forward_before_first_table: false },
     };
     let problem = bind(&config).expect_err("in use");
-    assert_eq!(problem.code, codes::DNS_PORT_TAKEN);
+    assert_eq!(problem.code, Code::DnsPortTaken);
     let expected = format!("failed to start local DNS server: cannot listen on udp {address}: ");
     assert!(problem.to_string().starts_with(&expected), "{problem}");
 }

@@ -24,7 +24,7 @@ use crate::capture::packet::{Decision, Packet, Sender, simulate};
 use crate::capture::rules::{Chain, Family, Protocol};
 use crate::capture::verify;
 use crate::config::Config;
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::program::PATH;
 use crate::report::Check;
 use crate::runtime::usage::{self, LISTEN, Socket};
@@ -94,7 +94,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     if !layout.has_istio_rules() {
         let found =
             format!("no chain of Istio for {version} leads to ports {OUTBOUND} and {INBOUND}");
-        return vec![error(codes::CAPTURE_RULES_MISSING, found)];
+        return vec![error(Code::CaptureRulesMissing, found)];
     }
     let mut checks = simulated_connections(&layout, family, envoy_ids(subject));
     let [_, _, peer] = addresses(family);
@@ -103,7 +103,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     checks.extend(bypass::find(&layout, family, [pod, peer]).iter().map(Check::from));
     checks.extend(layout.earlier_dns.iter().map(|rule| {
         let found = format!("a DNS rule of an earlier version of Istio: {rule}");
-        error(codes::CAPTURE_RULES_EARLIER, found)
+        error(Code::CaptureRulesEarlier, found)
     }));
     checks.extend(dns(&layout, &dns_ports(subject, family)));
     if checks.is_empty() {
@@ -115,7 +115,7 @@ async fn family_checks(subject: Subject<'_>, family: Family) -> Vec<Check> {
     checks
 }
 
-fn error(code: &'static Code, found: String) -> Check {
+fn error(code: Code, found: String) -> Check {
     Check::from(&Problem::new(code, NAME, found))
 }
 
@@ -132,7 +132,7 @@ async fn unread_rules(subject: Subject<'_>, family: Family, why: &str) -> Vec<Ch
     if let Some(socket) = uncaptured(&sockets.unwrap_or_default(), family, users, node) {
         let Socket { local, remote, .. } = socket;
         let found = format!("a connection from {remote} has reached {local} without Envoy");
-        checks.push(error(codes::CAPTURE_BYPASSED, found));
+        checks.push(error(Code::CaptureBypassed, found));
     }
     checks
 }
@@ -206,7 +206,7 @@ async fn test_connection(subject: Subject<'_>, family: Family, why: &str) -> Che
                 "a call to {call} is not redirected to Envoy, which listens on {envoy}: there are no rules, or they \
                  are for another user than {user} (`--proxy-uid` of istio-init, `runAsUser` of istio-proxy)"
             );
-            error(codes::CAPTURE_RULES_MISSING, found)
+            error(Code::CaptureRulesMissing, found)
         }
         _ => skipped,
     }
@@ -242,12 +242,12 @@ fn simulated_connections(
     // TPROXY.
     if !matches!(decision, Decision::Redirected(_) | Decision::Tproxied(_)) {
         let found = format!("{packet} {decision}, expected Envoy's inbound port");
-        checks.push(error(codes::CAPTURE_RULES_CHANGED, found));
+        checks.push(error(Code::CaptureRulesChanged, found));
     }
     let packet = packet_of_envoy(user_and_group, loopback, (outside, 443), "eth0");
     let decision = simulate(layout, &packet).decision;
     if decision != Decision::Untouched {
-        checks.push(error(codes::CAPTURE_PROXY_UID, format!("{packet} {decision}")));
+        checks.push(error(Code::CaptureProxyUid, format!("{packet} {decision}")));
     }
     checks
 }
@@ -301,7 +301,7 @@ fn dns(layout: &Layout, agent_ports: &[u16]) -> Option<Check> {
         None => "DNS queries are not redirected".to_owned(),
     };
     let found = format!("{found}, expected redirection to the agent's port {expected}");
-    Some(error(codes::DNS_NOT_CAPTURED, found))
+    Some(error(Code::DnsNotCaptured, found))
 }
 
 #[cfg(test)]

@@ -12,8 +12,8 @@ use rustls::{CertificateError, Error};
 use x509_parser::parse_x509_certificate;
 
 use super::{checked, error};
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 use crate::runtime::clock::rfc3339;
 use crate::secrets::{Facts, MAX_NAMES};
 use crate::trust::pem;
@@ -45,9 +45,9 @@ pub(super) fn latest(facts: &[Facts], now: SystemTime) -> Option<&Facts> {
 pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemTime) -> Check {
     let facts = Facts::of_pem(chain);
     let mut checks = facts.iter().map(|link| link.validity(name, now));
-    let leaf = checks.next().unwrap_or_else(|| {
-        error(codes::SECRET_FILE_UNUSABLE, name, "there is no certificate in it")
-    });
+    let leaf = checks
+        .next()
+        .unwrap_or_else(|| error(Code::SecretFileUnusable, name, "there is no certificate in it"));
     if leaf.level == Level::Error {
         return leaf;
     }
@@ -63,7 +63,7 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let roots = Facts::of_pem(roots);
     let signer = roots.iter().find(|root| facts.iter().any(|link| link.issuer == root.subject));
     if let Some(signer) = signer.filter(|root| root.not_after < now) {
-        return error(codes::ROOTS_EXPIRED, ROOTS, signer.validity("", now).found);
+        return error(Code::RootsExpired, ROOTS, signer.validity("", now).found);
     }
     if let (Error::Other(limit), true) = (&why, facts.len() > 1) {
         return Check {
@@ -86,7 +86,7 @@ pub(super) fn chain(name: &str, chain: &[u8], roots: Option<&[u8]>, now: SystemT
     let subjects = roots.into_iter().take(MAX_NAMES).map(|root| root.subject);
     let trusted = Vec::from_iter(subjects).join("; ");
     let found = format!("{peers} reject {rejected}: {why}; the mesh's roots are {trusted}");
-    Check::with_level(level, &Problem::new(codes::CERTIFICATE_CHAIN_REJECTED, name, found))
+    Check::with_level(level, &Problem::new(Code::CertificateChainRejected, name, found))
 }
 
 /// Verifies a chain both as a client's and as a server's, like Envoy. A SPIFFE identity has no DNS name

@@ -6,8 +6,8 @@ use std::net::UdpSocket;
 use super::capture::is_captured;
 use crate::config::Config;
 use crate::logging;
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 
 pub(super) fn checks(config: &Result<Config, Vec<Problem>>) -> Vec<Check> {
     let config = match config {
@@ -40,7 +40,7 @@ fn foreign_address(config: &Config) -> Option<Check> {
         return None;
     }
     let found = format!("{address} is on no interface");
-    let problem = Problem::new(codes::INTERFACE_UNKNOWN, "INSTANCE_IP", found)
+    let problem = Problem::new(Code::InterfaceUnknown, "INSTANCE_IP", found)
         .consequence("istiod and peers expect the pod at an address that it does not have")
         .remedy("set INSTANCE_IP to the pod's address (`fieldPath: status.podIP`)");
     Some(Check::with_level(Level::Warning, &problem))

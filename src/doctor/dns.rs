@@ -9,8 +9,8 @@ use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::dns::forward::{self, Forwarder};
 use crate::dns::{self, Dns};
 use crate::metrics::Registry;
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 
 pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
     let captured = subject.config.dns.as_ref();
@@ -34,7 +34,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.push(name_table(subject.running));
     } else {
         // A virtual machine may not have any resolver.
-        checks.retain(|check| check.code != codes::DNS_RESOLVER_MISSING.name);
+        checks.retain(|check| check.code != Code::DnsResolverMissing.name());
     }
     checks
 }
@@ -74,7 +74,7 @@ async fn resolvers(config: &forward::Config, forwarder: &Forwarder) -> Vec<Check
 
 /// Returns true if a resolver answers, also with a refusal.
 fn is_answer(answer: &Result<&'static str, Problem>) -> bool {
-    answer.as_ref().err().is_none_or(|problem| problem.code == codes::DNS_RESOLVER_REFUSES)
+    answer.as_ref().err().is_none_or(|problem| problem.code == Code::DnsResolverRefuses)
 }
 
 /// Checks the answer of a resolver. A failure is a warning if another resolver answers, because the agent queries the
@@ -110,7 +110,7 @@ mod tests {
         let own = address("127.0.0.1:15053");
         let us = "nameserver [127.0.0.1]:15053\n";
         let other = "nameserver 10.0.0.10\n";
-        let (is_agent, missing) = (codes::DNS_RESOLVER_INVALID, codes::DNS_RESOLVER_MISSING);
+        let (is_agent, missing) = (Code::DnsResolverInvalid, Code::DnsResolverMissing);
         for (text, expected, worst) in [
             ("search a.test b.test".to_owned(), &[missing][..], Some(Level::Error)),
             (us.to_owned(), &[is_agent, missing], Some(Level::Error)),
@@ -131,9 +131,9 @@ mod tests {
         let problem = |code| Err(Problem::new(code, "resolver", ""));
         let level = |answer, others| resolver(server, answer, others).level;
         assert_eq!(level(Ok("NXDOMAIN"), true), Level::Ok);
-        assert!(is_answer(&problem(codes::DNS_RESOLVER_REFUSES)));
-        assert!(!is_answer(&problem(codes::DNS_RESOLVER_SILENT)));
-        assert_eq!(level(problem(codes::DNS_RESOLVER_SILENT), true), Level::Warning);
-        assert_eq!(level(problem(codes::DNS_RESOLVER_SILENT), false), Level::Error);
+        assert!(is_answer(&problem(Code::DnsResolverRefuses)));
+        assert!(!is_answer(&problem(Code::DnsResolverSilent)));
+        assert_eq!(level(problem(Code::DnsResolverSilent), true), Level::Warning);
+        assert_eq!(level(problem(Code::DnsResolverSilent), false), Level::Error);
     }
 }

@@ -14,8 +14,8 @@ use crate::envoy::{Config, inspect, program};
 use crate::files::permission;
 use crate::net::port;
 use crate::net::unix_socket;
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 use crate::xds::observe::Snapshot;
 
 const ADMIN: &str = "admin port";
@@ -69,7 +69,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
             checks.extend(strict.map(|ports| Check::ok("inbound mTLS", ports)));
             checks.push(Check::ok(ADMIN, found));
         }
-        // Without a process this is a consequence.
+        // The admin interface does not answer because Envoy does not run, which another check reports.
         Err(why) if report.as_ref().is_none_or(|report| report.problem().is_some()) => {
             checks.push(Check::skipped(ADMIN, why));
         }
@@ -81,7 +81,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
                 None if is_closed && report.is_some_and(has_just_started) => {
                     Check::skipped(ADMIN, format!("Envoy has just started: {why}"))
                 }
-                None => error(codes::ENVOY_HANGS, ADMIN, why),
+                None => error(Code::EnvoyHangs, ADMIN, why),
             });
         }
     }
@@ -124,7 +124,7 @@ fn count(page: &str, name: &str) -> u64 {
 fn unknown_members(counters: &str) -> Option<Problem> {
     let unknown = count(counters, "server.static_unknown_fields");
     let found = format!("unknown members: {unknown}");
-    (unknown > 0).then(|| Problem::new(codes::BOOTSTRAP_MEMBER_IGNORED, "bootstrap", found))
+    (unknown > 0).then(|| Problem::new(Code::BootstrapMemberIgnored, "bootstrap", found))
 }
 
 /// Reports an Envoy that another process has drained.
@@ -140,7 +140,7 @@ fn drained(counters: &str, state: &str, report: &Report) -> Option<Problem> {
     };
     let remedy = "find who calls Envoy's admin port; `pilot-agent request POST healthcheck/ok`, or \
                   for listeners a restart of the container, undoes it";
-    Some(Problem::new(codes::ENVOY_STOPPING, "Envoy", found).remedy(remedy))
+    Some(Problem::new(Code::EnvoyStopping, "Envoy", found).remedy(remedy))
 }
 
 /// Describes the admin port of an Envoy that has closed it for a successor, which then failed. Such an Envoy serves.
@@ -152,7 +152,7 @@ fn taken_by_successor(running: &Running) -> Option<Check> {
         // Another check reports why.
         (Some(why), _) => Some(Check::skipped(ADMIN, why)),
         (None, Some(why)) => {
-            let problem = Problem::new(codes::HOT_RESTART_FAILED, ADMIN, format!("closed: {why}"));
+            let problem = Problem::new(Code::HotRestartFailed, ADMIN, format!("closed: {why}"));
             Some(Check::with_level(Level::Warning, &problem))
         }
         (None, None) => None,
@@ -198,9 +198,9 @@ fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
     }
     let status = config.status.as_ref().map_or(0, |status| status.port);
     for (code, port) in [
-        (codes::STATUS_PORT_TAKEN, status),
-        (codes::PORT_TAKEN, envoy.admin.address.port().unwrap_or_default()),
-        (codes::PORT_TAKEN, config.bootstrap.ports.health),
+        (Code::StatusPortTaken, status),
+        (Code::PortTaken, envoy.admin.address.port().unwrap_or_default()),
+        (Code::PortTaken, config.bootstrap.ports.health),
     ] {
         let holder = port::holder(port);
         found.extend(holder.map(|holder| Problem::new(code, format!("port {port}"), holder)));
@@ -210,7 +210,7 @@ fn obstacles(config: &config::Config, envoy: &Config) -> Vec<Problem> {
             UdpSocket::bind(address).err().filter(|error| error.kind() == ErrorKind::AddrInUse);
         let holder = port::holder(address.port()).or(taken.map(|error| format!("UDP: {error}")));
         let subject = format!("port {}", address.port());
-        found.extend(holder.map(|it| Problem::new(codes::DNS_PORT_TAKEN, subject, it)));
+        found.extend(holder.map(|it| Problem::new(Code::DnsPortTaken, subject, it)));
     }
     for directory in [&*envoy.directory, config.sds_socket.parent().unwrap_or(&envoy.directory)] {
         if let Err(error) = permission::writable(directory) {

@@ -22,8 +22,8 @@ use super::token::Credentials;
 use super::{PROBE_LIMIT, Subject, checked};
 use crate::bootstrap::node::Node;
 use crate::istiod::{Config, Probe, Security, open_probe, refusal};
-use crate::problem::codes;
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level};
+use crate::report::Check;
 use crate::runtime::duration::rounded;
 use crate::secrets::Facts;
 use crate::xds::observe::Source;
@@ -52,7 +52,7 @@ pub(super) async fn checks(
         let is_used = in_use.is_none_or(|address| *address == *plane.address);
         let credentials = if stream.is_none() || !is_used { Some(credentials) } else { None };
         let (checks, works) = examine(subject, plane, credentials, until).await;
-        // A control plane that a running agent does not use does not replace a failed one.
+        // The failure of the control plane in use stays an error even if another one works.
         (checks, works && is_used)
     });
     let ca = config.ca_istiod.as_ref();
@@ -70,7 +70,7 @@ pub(super) async fn checks(
     if stream.is_none()
         && let Some(running) = subject.running
         && let Some(failed) = running.istiod.status().last_error
-        && failed.problem.code == codes::ISTIOD_WITHOUT_DELTA
+        && failed.problem.code == Code::IstiodWithoutDelta
     {
         checks.push(Check::with_level(Level::Error, &failed.problem));
     }
@@ -160,10 +160,9 @@ async fn ask(
     let answer = timeout_at(until, answer).await.unwrap_or_else(|_| {
         Err(Status::deadline_exceeded(format!("no answer within {}", rounded(PROBE_LIMIT))))
     });
-    let found =
-        answer.map(|response| format!("answered, version {:?}", response.version_info)).map_err(
-            |status| refusal::explain(config, &credentials.token, codes::ISTIOD_ERROR, &status),
-        );
+    let found = answer
+        .map(|response| format!("answered, version {:?}", response.version_info))
+        .map_err(|status| refusal::explain(config, &credentials.token, Code::IstiodError, &status));
     checked(format!("discovery request to {}", config.subject()), found)
 }
 

@@ -30,8 +30,8 @@ use crate::envoy::handle::Envoy;
 use crate::istiod::Istiod;
 use crate::net::dial;
 use crate::net::http_client::{self, Client, http_url};
-use crate::problem::{Code, Problem, codes};
-use crate::report::{Check, Group, Level, Report};
+use crate::problem::{Code, Level, Problem};
+use crate::report::{Check, Group, Report};
 use crate::runtime::blocking::{THREADS, run_within, unfinished};
 use crate::runtime::clock;
 use crate::runtime::usage;
@@ -158,7 +158,7 @@ pub fn used_up_ports(error: &http_client::Error) -> Option<Problem> {
     }
     let usage = usage::local_ports(Path::new("/"))?;
     let found = format!("{source}; {usage} are in use");
-    Some(Problem::new(codes::PORTS_USED_UP, resources::PORTS, found))
+    Some(Problem::new(Code::PortsUsedUp, resources::PORTS, found))
 }
 
 async fn group(name: &str, checks: impl Future<Output = Vec<Check>>) -> Group {
@@ -180,9 +180,9 @@ fn checked(name: impl ToString, found: Result<impl ToString, Problem>) -> Check 
 }
 
 fn late(name: impl ToString, why: impl ToString) -> Check {
-    error(codes::CHECKS_LATE, name, why)
+    error(Code::ChecksLate, name, why)
 }
 
-fn error(code: &'static Code, name: impl ToString, found: impl ToString) -> Check {
+fn error(code: Code, name: impl ToString, found: impl ToString) -> Check {
     Check::from(&Problem::new(code, name, found))
 }

@@ -24,8 +24,8 @@ use super::{PROBE_LIMIT, Subject, error, late};
 use crate::envoy::admin::{self, Admin};
 use crate::envoy::inspect::{self, FailingEndpoint};
 use crate::istiod::tls;
-use crate::problem::{Code, Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 use crate::runtime::clock::{after, rfc3339};
 use crate::runtime::lifecycle::BoxError;
 use crate::secrets::name::Name;
@@ -61,7 +61,7 @@ struct Tls {
 }
 
 /// Why a peer and Envoy cannot talk.
-type Fault = (&'static Code, String);
+type Fault = (Code, String);
 
 /// Examines the failing endpoints, and lists the services without healthy ones.
 pub(super) async fn checks(subject: Subject<'_>, admin: &Admin) -> Vec<Check> {
@@ -84,16 +84,8 @@ pub(super) async fn checks(subject: Subject<'_>, admin: &Admin) -> Vec<Check> {
         checks = join_all(examined).await;
     }
     for (code, subject, names) in [
-        (
-            codes::NO_HEALTHY_ENDPOINT,
-            "services without a healthy endpoint",
-            endpoints.without_healthy,
-        ),
-        (
-            codes::BOOTSTRAP_HOST_UNRESOLVED,
-            "clusters whose host has no address",
-            endpoints.unresolved,
-        ),
+        (Code::NoHealthyEndpoint, "services without a healthy endpoint", endpoints.without_healthy),
+        (Code::BootstrapHostUnresolved, "clusters whose host has no address", endpoints.unresolved),
     ] {
         if !names.is_empty() {
             checks.push(error(code, subject, Vec::from_iter(names).join(", ")));
@@ -119,9 +111,9 @@ async fn examine(
         Ok(stream) => stream,
         Err(error) => {
             let code = if cluster.starts_with("inbound|") {
-                codes::APPLICATION_PORT_CLOSED
+                Code::ApplicationPortClosed
             } else {
-                codes::UPSTREAM_UNREACHABLE
+                Code::UpstreamUnreachable
             };
             let count = endpoint.failed_connections;
             let found = format!("{address}: {error}; failed connections of Envoy: {count}");
@@ -171,7 +163,7 @@ fn requests(endpoint: &FailingEndpoint) -> Check {
          {good} did not; connections work"
     );
     let level = if *failed >= MANY_REQUESTS && good == 0 { Level::Warning } else { Level::Ok };
-    Check::with_level(level, &Problem::new(codes::REQUESTS_FAIL, cluster, found))
+    Check::with_level(level, &Problem::new(Code::RequestsFail, cluster, found))
 }
 
 /// Returns the transport socket that Envoy takes for the endpoint: the first whose labels the endpoint has. None if
@@ -311,7 +303,7 @@ async fn handshake(stream: TcpStream, tls: &Tls, client: ClientConfig) -> Option
                 _ => "without an alert".to_owned(),
             };
             let found = format!("the peer closes the connection after the handshake, {why}");
-            Some((codes::PEER_REFUSES_HANDSHAKE, found))
+            Some((Code::PeerRefusesHandshake, found))
         }
     }
 }
@@ -337,11 +329,11 @@ async fn failed(error: &io::Error, peer: Option<SocketAddr>, tls: &Tls) -> Fault
     match tls::error(error) {
         Some(Error::InvalidMessage(InvalidMessage::InvalidContentType)) => {
             let found = "Envoy sends TLS, and the peer answers in plain text".to_owned();
-            (codes::PEER_IN_PLAIN_TEXT, found)
+            (Code::PeerInPlainText, found)
         }
         Some(Error::AlertReceived(alert)) => {
             let found = format!("the peer ends the handshake with the alert {alert:?}");
-            (codes::PEER_REFUSES_HANDSHAKE, found)
+            (Code::PeerRefusesHandshake, found)
         }
         Some(why) => {
             let peer = match peer {
@@ -354,11 +346,11 @@ async fn failed(error: &io::Error, peer: Option<SocketAddr>, tls: &Tls) -> Fault
             if !tls.names.is_empty() {
                 found += &format!(", Envoy expects {}", tls.names.join(", "));
             }
-            (codes::PEER_CERTIFICATE_REFUSED, found)
+            (Code::PeerCertificateRefused, found)
         }
         None => {
             let found = format!("the peer does not complete the handshake: {error}");
-            (codes::PEER_REFUSES_HANDSHAKE, found)
+            (Code::PeerRefusesHandshake, found)
         }
     }
 }
@@ -385,7 +377,7 @@ async fn plain_text(mut stream: TcpStream) -> Option<Fault> {
     let address = stream.peer_addr().ok()?;
     if let Ok(Err(error)) = timeout(ALERT_LIMIT, stream.read_u8()).await {
         let found = format!("the peer closes a connection before a request: {error}");
-        return Some((codes::REQUESTS_FAIL, found));
+        return Some((Code::RequestsFail, found));
     }
     drop(stream);
     let mesh = Tls { alpn: vec!["istio".to_owned()], ..Tls::default() };
@@ -393,7 +385,7 @@ async fn plain_text(mut stream: TcpStream) -> Option<Fault> {
     let is_workload = peer.names.iter().any(|name| name.starts_with("spiffe://"));
     let found =
         format!("Envoy sends plain text, and the peer accepts TLS: it is {}", described(&peer));
-    is_workload.then_some((codes::PEER_EXPECTS_TLS, found))
+    is_workload.then_some((Code::PeerExpectsTls, found))
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use super::{PROBE_LIMIT, Subject, checked, error, get, used_up_ports};
 use crate::config::Config;
 use crate::logging::RECENT;
 use crate::probe::{self, Probe};
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 use crate::runtime::lifecycle::with_causes;
 
 const USER_AGENT: HeaderValue = HeaderValue::from_static("istio-probe/1.0");
@@ -27,10 +27,10 @@ fn unknown() -> Option<Check> {
     let entry = RECENT
         .entries()
         .into_iter()
-        .find(|it| it.code == codes::PROBE_UNKNOWN.name && it.times > 2)?;
+        .find(|it| it.code == Code::ProbeUnknown.name() && it.times > 2)?;
     let (text, _) = entry.message.split_once(';')?;
     let found = format!("{text}; {} times, last at {}", entry.times, entry.last);
-    Some(error(codes::PROBE_UNKNOWN, "application probes", found))
+    Some(error(Code::ProbeUnknown, "application probes", found))
 }
 
 /// Checks readiness like the kubelet: at the status port, and through Envoy.
@@ -59,7 +59,7 @@ async fn readiness(subject: Subject<'_>) -> Vec<Check> {
 }
 
 fn unready(found: String) -> Problem {
-    Problem::new(codes::READINESS_FAILED, "readiness", found)
+    Problem::new(Code::ReadinessFailed, "readiness", found)
 }
 
 /// Requests readiness at a port. Returns the answer, as a problem if it is not ready.
@@ -101,7 +101,7 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
     let outcome = client.probe(&limited, headers).await;
     let mut problem = match outcome.map(|outcome| outcome.status.as_u16()) {
         Ok(200..400) => return Check::ok(path, probe),
-        Ok(status) => Problem::new(codes::PROBE_STATUS, probe, format!("status {status}")),
+        Ok(status) => Problem::new(Code::ProbeStatus, probe, format!("status {status}")),
         Err(problem) => problem,
     };
     let (mut level, consequence) = match path.rsplit('/').next() {
@@ -110,7 +110,7 @@ async fn probed(client: &probe::Client, path: &str, probe: &Probe, headers: &Hea
         // A startup probe does not matter any more after one success.
         _ => (Level::Warning, "the container is restarted, unless it has started already"),
     };
-    if problem.code == codes::PROBE_LATE && limited.timeout < probe.timeout {
+    if problem.code == Code::ProbeLate && limited.timeout < probe.timeout {
         level = Level::Warning;
     }
     problem.found = format!("{}: {}", problem.subject, problem.found);

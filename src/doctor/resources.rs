@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{StatVfsMountFlags, statvfs};
 
 use super::{Subject, run_blocking};
-use crate::problem::{Code, Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 use crate::runtime::usage::{self, Usage};
 
 const NAME: &str = "resources of the pod";
@@ -35,10 +35,10 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         if usage.is_nearly_all() {
             let found = format!("{usage} are in use");
             // Connections to different addresses may share a port, and the kernel can free some memory.
-            let is_exact = [codes::TASKS_USED_UP, codes::FILES_USED_UP].contains(code);
+            let is_exact = [Code::TasksUsedUp, Code::FilesUsedUp].contains(code);
             let is_error = is_exact && usage.used >= usage.limit;
             let level = if is_error { Level::Error } else { Level::Warning };
-            checks.push(Check::with_level(level, &Problem::new(code, what, found)));
+            checks.push(Check::with_level(level, &Problem::new(*code, what, found)));
         }
     }
     if checks.is_empty() {
@@ -49,17 +49,17 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
 }
 
 /// Reads what can be read and has a limit: the code if it is used up, the resource, and how much is in use.
-fn usages(root: &Path, envoy: Option<i32>) -> Vec<(&'static Code, &'static str, Usage)> {
+fn usages(root: &Path, envoy: Option<i32>) -> Vec<(Code, &'static str, Usage)> {
     let files = envoy.and_then(|pid| usage::open_files(root, pid));
     [
         (
-            codes::MEMORY_USED_UP,
+            Code::MemoryUsedUp,
             "memory of the container in MiB",
             usage::memory(root).map(in_mebibytes),
         ),
-        (codes::TASKS_USED_UP, "processes and threads of the container", usage::tasks(root)),
-        (codes::FILES_USED_UP, "open files of Envoy", files),
-        (codes::PORTS_USED_UP, PORTS, usage::local_ports(root)),
+        (Code::TasksUsedUp, "processes and threads of the container", usage::tasks(root)),
+        (Code::FilesUsedUp, "open files of Envoy", files),
+        (Code::PortsUsedUp, PORTS, usage::local_ports(root)),
     ]
     .into_iter()
     .filter_map(|(code, what, usage)| Some((code, what, usage?)))
@@ -82,7 +82,7 @@ fn full_volumes(directories: impl Iterator<Item = PathBuf>) -> Vec<Problem> {
             _ if volume.f_files > 0 && volume.f_favail == 0 => "no inode is left",
             _ => return None,
         };
-        Some(Problem::new(codes::DISK_FULL, directory.display(), what))
+        Some(Problem::new(Code::DiskFull, directory.display(), what))
     });
     problems.collect()
 }

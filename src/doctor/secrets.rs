@@ -7,8 +7,8 @@ use rustix::fs::{Access, access};
 
 use super::cert_chain::{ROOTS, chain, latest};
 use super::{Subject, run_blocking};
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 use crate::runtime::clock::{Clock, rfc3339};
 use crate::sds::revocation_problem;
 use crate::secrets::files::Files;
@@ -40,7 +40,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         checks.push(Check::skipped(WORKLOAD, why));
     }
     let roots = Facts::of_pem(roots.as_deref().unwrap_or_default());
-    let are_expired = checks.iter().any(|check| check.code == codes::ROOTS_EXPIRED.name);
+    let are_expired = checks.iter().any(|check| check.code == Code::RootsExpired.name());
     if !are_expired && let Some(latest) = latest(&roots, now) {
         let mut check = latest.validity(ROOTS, now);
         check.found = format!("{} in use; {}", roots.len(), check.found);
@@ -83,14 +83,14 @@ async fn workload_secrets(
     let is_only_source = files.is_only_source;
     let path = files.chain.display().to_string();
     let read = run_blocking(move || files.read()).await.unwrap_or_else(|late| {
-        let problem = Problem::new(codes::SECRET_FILE_UNREADABLE, path, late);
+        let problem = Problem::new(Code::SecretFileUnreadable, path, late);
         [Err(problem.clone()), Err(problem)]
     });
     let mut checks = Vec::new();
     for (read, secret) in read.into_iter().zip(&mut secrets) {
         match read {
             Ok(found) if served.is_none() => *secret = Some(found),
-            Err(problem) if is_only_source || problem.code != codes::SECRET_FILE_MISSING => {
+            Err(problem) if is_only_source || problem.code != Code::SecretFileMissing => {
                 // The agent continues to use the secret that it has read before.
                 let level = secret.as_ref().map_or(Level::Error, |_| Level::Warning);
                 checks.push(Check::with_level(level, &problem));
@@ -103,7 +103,7 @@ async fn workload_secrets(
 
 fn renewal(secrets: &Secrets, is_served: bool) -> Check {
     match (secrets.problem(), secrets.latest().dates) {
-        (Some(problem), _) if is_served || problem.code == codes::CERTIFICATE_NOT_ISSUED => {
+        (Some(problem), _) if is_served || problem.code == Code::CertificateNotIssued => {
             Check::with_level(Level::Warning, &problem)
         }
         (Some(problem), _) => Check::from(&problem),

@@ -10,7 +10,7 @@ use crate::config::AbsentSocket;
 use crate::files::regular_file;
 use crate::net::unix_socket;
 use crate::net::unix_socket::probe::{self, Health};
-use crate::problem::codes;
+use crate::problem::Code;
 use crate::report::Check;
 
 /// The process that should listen.
@@ -75,17 +75,17 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
             let is_foreign = owner == Owner::This && u32::try_from(*pid) != Ok(own_pid);
             match health {
                 _ if is_foreign => {
-                    (codes::SOCKET_TAKEN, format!("{found}, not this agent ({own_pid})"))
+                    (Code::SocketTaken, format!("{found}, not this agent ({own_pid})"))
                 }
                 Health::Healthy => return Check::ok(name, format!("{path}: {found}")),
-                Health::Busy => (codes::SOCKET_HANGS, format!("{found}, its queue is full")),
-                Health::Dead(problem) => (codes::SOCKET_HANGS, format!("{found}: {problem}")),
-                Health::Absent => (codes::SOCKET_HANGS, "it has just gone".to_owned()),
+                Health::Busy => (Code::SocketHangs, format!("{found}, its queue is full")),
+                Health::Dead(problem) => (Code::SocketHangs, format!("{found}: {problem}")),
+                Health::Absent => (Code::SocketHangs, "it has just gone".to_owned()),
             }
         }
-        (Err(error), None, _) => (codes::SOCKET_DIRECTORY, error.to_string()),
-        (Err(_), Some(found), Owner::This) => (codes::SOCKET_TAKEN, found.to_owned()),
-        (Err(_), Some(found), Owner::Other) => (codes::SOCKET_NOT_SERVED, found.to_owned()),
+        (Err(error), None, _) => (Code::SocketDirectory, error.to_string()),
+        (Err(_), Some(found), Owner::This) => (Code::SocketTaken, found.to_owned()),
+        (Err(_), Some(found), Owner::Other) => (Code::SocketNotServed, found.to_owned()),
         (Err(_), Some(found), Owner::Agent) => {
             return Check::skipped(name, format!("{path}: {found}, no agent runs"));
         }
@@ -96,7 +96,7 @@ fn check(name: &str, path: &Path, found: &io::Result<Listener>, owner: Owner) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::Level::{Error, Ok, Skipped};
+    use crate::problem::Level::{Error, Ok, Skipped};
 
     #[test]
     fn the_level_of_a_socket_depends_on_its_expected_owner() {

@@ -2,8 +2,8 @@
 
 use super::{Subject, run_blocking};
 use crate::files::volume::{Content, Volume};
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level, Problem};
+use crate::report::Check;
 use crate::secrets::Secrets;
 
 /// What a running agent knows of the content: true if it is stored, or why it cannot be.
@@ -22,7 +22,7 @@ pub(super) async fn checks(subject: Subject<'_>) -> Vec<Check> {
         let volume = config.last_known_good.as_ref().and_then(|it| it.volume.as_ref());
         let known = running.map(|running| {
             let seen = running.discovery.snapshot();
-            let code = codes::KEPT_CONFIG_UNWRITABLE;
+            let code = Code::KeptConfigUnwritable;
             let failed =
                 seen.write_failure.map(|why| Problem::new(code, "stored configuration", why));
             failed.map_or(Ok(seen.kept.is_some_and(|kept| !kept.is_empty())), Err)
@@ -76,7 +76,7 @@ mod tests {
         let named = Volume::named(memory.path());
         let default = Volume { is_default: true, ..named.clone() };
         let missing = Volume::named(memory.path().join("missing"));
-        let problem = Problem::new(codes::KEPT_CONFIG_UNWRITABLE, "it", "no space left");
+        let problem = Problem::new(Code::KeptConfigUnwritable, "it", "no space left");
         let failed = || Some(Err(problem.clone()));
         for (content, volume, known, level, words) in [
             (Content::Configuration, Some(&named), Some(Ok(true)), Level::Ok, "in /dev/shm"),

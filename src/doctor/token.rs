@@ -10,8 +10,8 @@ use super::{Subject, checked, run_blocking};
 use crate::config::Config;
 use crate::istiod::Security;
 use crate::istiod::token::{self, Claims, Source, State};
-use crate::problem::codes::{ISTIOD_TOKEN_INVALID, ISTIOD_TOKEN_MISSING};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Level};
+use crate::report::Check;
 use crate::runtime::clock::rfc3339;
 use crate::runtime::duration::rounded;
 use crate::trust::trust_anchors::{self, Roots};
@@ -61,7 +61,7 @@ async fn read_token(config: &Config) -> Credentials {
     let file = path.clone();
     let read = run_blocking(move || token::read(&file))
         .await
-        .unwrap_or_else(|late| Err(token::problem(ISTIOD_TOKEN_MISSING, &path, late)));
+        .unwrap_or_else(|late| Err(token::problem(Code::IstiodTokenMissing, &path, late)));
     let (claims, problem) = match read {
         Ok(token) => {
             credentials.authorization = Some(token.header);
@@ -74,7 +74,8 @@ async fn read_token(config: &Config) -> Credentials {
         (Some(problem), _) => Check::from(problem),
         (None, Some(claims)) => valid(&path, claims),
         (None, None) => {
-            let problem = token::problem(ISTIOD_TOKEN_INVALID, &path, "is not a JSON web token");
+            let problem =
+                token::problem(Code::IstiodTokenInvalid, &path, "is not a JSON web token");
             Check::with_level(Level::Warning, &problem.consequence("istiod may refuse it"))
         }
     };

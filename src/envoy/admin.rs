@@ -28,7 +28,7 @@ const MAX_LINE: usize = 1 << 16;
 /// The period of requests to a starting Envoy, and the time for which it is used.
 const FAST_PERIOD: Duration = Duration::from_millis(25);
 const FAST_TIME: Duration = Duration::from_secs(5);
-/// The period afterwards: an Envoy that waits for its configuration may need long.
+/// The period after [`FAST_TIME`], because an Envoy that waits for its configuration may need minutes.
 const SLOW_PERIOD: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, PartialEq, Eq)]

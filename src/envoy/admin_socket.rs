@@ -11,7 +11,7 @@ use std::path::Path;
 use crate::files::directory::Directory;
 use crate::files::regular_file::if_exists;
 use crate::net::unix_socket;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Creates the directory of the socket for an Envoy of this user, and removes the socket of an Envoy that has exited.
 /// Fails if a process listens on it, or if another file is in its place.
@@ -19,7 +19,7 @@ use crate::problem::{Problem, codes};
 /// Not for the successor of a hot restart, which takes the path over from its parent.
 pub(super) fn prepare(socket: &Path, user: u32) -> Result<(), Problem> {
     try_prepare(socket, user)
-        .map_err(|why| Problem::new(codes::ADMIN_SOCKET_UNUSABLE, socket.display(), why))
+        .map_err(|why| Problem::new(Code::AdminSocketUnusable, socket.display(), why))
 }
 
 fn try_prepare(socket: &Path, user: u32) -> io::Result<()> {

@@ -16,7 +16,7 @@ use crate::files::permission;
 use crate::files::regular_file::{self, if_exists};
 use crate::files::replace_file::replace_file;
 use crate::net::port;
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::duration::rounded_seconds;
 use crate::runtime::usage::in_control_group;
 
@@ -25,10 +25,10 @@ const NAME: &str = "envoy-crash.json";
 const MAX_RECORD: u64 = 64 << 10;
 
 /// What Envoy prints before it exits for lack of something, and the code of that.
-const CAUSES: [(&str, &Code); 3] = [
-    ("Too many open files", codes::FILES_USED_UP),
-    ("Unable to create a thread", codes::TASKS_USED_UP),
-    ("Out of memory", codes::ENVOY_OUT_OF_MEMORY),
+const CAUSES: [(&str, Code); 3] = [
+    ("Too many open files", Code::FilesUsedUp),
+    ("Unable to create a thread", Code::TasksUsedUp),
+    ("Out of memory", Code::EnvoyOutOfMemory),
 ];
 
 /// An exit that was not requested, or differs from the requested one.
@@ -79,13 +79,13 @@ impl Crash {
         let mut printed =
             CAUSES.iter().filter(|(text, _)| self.stderr.iter().any(|line| line.contains(text)));
         let code = match (self.out_of_memory, self.signal) {
-            (Some(true), _) => codes::ENVOY_OUT_OF_MEMORY,
-            _ if let Some((_, code)) = printed.next() => code,
-            (_, Some(TERMINATED | INTERRUPTED)) => codes::ENVOY_EXITED,
-            (_, Some(_)) => codes::ENVOY_CRASHED,
-            _ if self.code == Some(0) => codes::ENVOY_EXITED,
-            _ if reason(&self.stderr).and_then(port::taken).is_some() => codes::PORT_TAKEN,
-            _ => codes::ENVOY_BOOTSTRAP_REFUSED,
+            (Some(true), _) => Code::EnvoyOutOfMemory,
+            _ if let Some((_, code)) = printed.next() => *code,
+            (_, Some(TERMINATED | INTERRUPTED)) => Code::EnvoyExited,
+            (_, Some(_)) => Code::EnvoyCrashed,
+            _ if self.code == Some(0) => Code::EnvoyExited,
+            _ if reason(&self.stderr).and_then(port::taken).is_some() => Code::PortTaken,
+            _ => Code::EnvoyBootstrapRefused,
         };
         // Pilot-agent's log line of an error begins with these words.
         let subject = if self.code == Some(0) { "Envoy" } else { "Envoy exited with error" };
@@ -178,10 +178,10 @@ mod tests {
     #[test]
     fn what_envoy_lacked_is_the_cause_of_a_crash() {
         for (line, expected) in [
-            ("[critical] accept: Too many open files", codes::FILES_USED_UP),
-            ("[critical] assert failure: Unable to create a thread", codes::TASKS_USED_UP),
-            ("[critical] Out of memory", codes::ENVOY_OUT_OF_MEMORY),
-            ("[critical] Caught Segmentation fault", codes::ENVOY_CRASHED),
+            ("[critical] accept: Too many open files", Code::FilesUsedUp),
+            ("[critical] assert failure: Unable to create a thread", Code::TasksUsedUp),
+            ("[critical] Out of memory", Code::EnvoyOutOfMemory),
+            ("[critical] Caught Segmentation fault", Code::EnvoyCrashed),
         ] {
             let stderr = vec![line.to_owned(), "Backtrace".to_owned()];
             let crash = Crash { out_of_memory: Some(false), stderr, ..crash() };
@@ -192,10 +192,10 @@ mod tests {
     #[test]
     fn an_exit_that_another_process_asked_for_is_no_crash() {
         for (code, signal, expected) in [
-            (Some(0), None, codes::ENVOY_EXITED),
-            (None, Some(TERMINATED), codes::ENVOY_EXITED),
-            (None, Some(11), codes::ENVOY_CRASHED),
-            (Some(1), None, codes::ENVOY_BOOTSTRAP_REFUSED),
+            (Some(0), None, Code::EnvoyExited),
+            (None, Some(TERMINATED), Code::EnvoyExited),
+            (None, Some(11), Code::EnvoyCrashed),
+            (Some(1), None, Code::EnvoyBootstrapRefused),
         ] {
             let crash = Crash { code, signal, out_of_memory: None, ..crash() };
             assert_eq!(crash.problem().code, expected, "{crash}");

@@ -14,7 +14,7 @@ use super::crash::Crash;
 use super::shutdown::{Plan, Shutdown, in_utc_if_any};
 use crate::files::regular_file;
 use crate::metrics;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::{self, Clock};
 use crate::runtime::lifecycle::BoxError;
 
@@ -132,12 +132,12 @@ impl Report {
     pub fn problem(&self) -> Option<Problem> {
         let (code, found) = match (self.state, &self.last_crash) {
             (State::Starting | State::Running, _) => return None,
-            (State::Initial, _) => (codes::ENVOY_NOT_STARTED, "it has not been started yet"),
+            (State::Initial, _) => (Code::EnvoyNotStarted, "it has not been started yet"),
             (State::Draining | State::Stopping, _) => {
                 let cause = self.ending.as_ref().map(|it| it.cause);
-                (codes::ENVOY_STOPPING, cause.unwrap_or("a request to drain"))
+                (Code::EnvoyStopping, cause.unwrap_or("a request to drain"))
             }
-            (State::Exited, None) => (codes::ENVOY_EXITED, "it exited with status 0"),
+            (State::Exited, None) => (Code::EnvoyExited, "it exited with status 0"),
             (State::Exited, Some(crash)) => return Some(crash.problem()),
         };
         Some(Problem::new(code, "Envoy", found))

@@ -1,8 +1,7 @@
 //! Inspects Envoy through its admin port: resources that it waits for, calls that it refuses, and endpoints for which
 //! requests fail.
 //!
-//! The doctor, the readiness check, the stored configuration and a handover call one function each. A full
-//! configuration dump may have 100 MB, so only names and some clusters are requested.
+//! A full configuration dump may have 100 MB, so only names and some clusters are requested.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -14,7 +13,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use super::admin::{Admin, Error};
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::BoxError;
 
 /// The pause before a finding is confirmed, because every update warms for a moment.
@@ -26,7 +25,7 @@ const COLLECTORS: [&str; 5] =
 const MAX_FAILING: usize = 16;
 
 /// The listener with which the agent keeps an Envoy that takes over from serving. It may wait, and is not reported.
-pub const GATE: &str = "istio-agent-handover";
+pub const GATE: &str = "istio-agent-gate";
 
 const WARMING_LISTENERS: &str = "/init_dump?mask=listener";
 const WARMING_CLUSTERS: &str = "/config_dump?resource=dynamic_warming_clusters&mask=cluster.name";
@@ -50,9 +49,9 @@ pub const STATISTICS_HINT: &str = "Envoy does not count all of them; it does wit
 /// Lists the resources that Envoy waits for. A page that cannot be read is a problem with another code.
 pub async fn warming(admin: &Admin) -> Vec<Problem> {
     let problems = join_all([
-        warming_in(admin, codes::LISTENER_WARMING, WARMING_LISTENERS, listeners),
-        warming_in(admin, codes::CLUSTER_WARMING, WARMING_CLUSTERS, names),
-        warming_in(admin, codes::SECRET_AWAITED, WARMING_SECRETS, names),
+        warming_in(admin, Code::ListenerWarming, WARMING_LISTENERS, listeners),
+        warming_in(admin, Code::ClusterWarming, WARMING_CLUSTERS, names),
+        warming_in(admin, Code::SecretAwaited, WARMING_SECRETS, names),
     ]);
     problems.await.into_iter().flatten().collect()
 }
@@ -60,7 +59,7 @@ pub async fn warming(admin: &Admin) -> Vec<Problem> {
 /// Returns the problem of the resources that a page lists twice.
 async fn warming_in(
     admin: &Admin,
-    code: &'static Code,
+    code: Code,
     path: &str,
     names: fn(&Value) -> BTreeSet<String>,
 ) -> Option<Problem> {
@@ -75,10 +74,10 @@ async fn warming_in(
     let (code, found) = match timeout(admin.limit, confirmed).await {
         Ok(Ok(names)) if names.is_empty() => return None,
         Ok(Ok(names)) => (code, Vec::from_iter(names).join("; ")),
-        Ok(Err(error)) => (codes::ENVOY_NOT_INSPECTED, error.to_string()),
-        Err(_) => (codes::ENVOY_NOT_INSPECTED, "no answer in time".to_owned()),
+        Ok(Err(error)) => (Code::EnvoyNotInspected, error.to_string()),
+        Err(_) => (Code::EnvoyNotInspected, "no answer in time".to_owned()),
     };
-    Some(Problem::new(code, code.cause, found))
+    Some(Problem::new(code, code.cause(), found))
 }
 
 /// Returns the names of the resources of a type of which Envoy has accepted a version, active or warming.
@@ -199,8 +198,8 @@ fn read_refusals(page: &str) -> Refusals {
     let problems = counts.iter().filter(|(_, count)| **count > 0).filter_map(|(name, count)| {
         let is_of_cluster = name.starts_with("cluster.");
         let code = match name.rsplit('.').next()? {
-            "no_filter_chain_match" => codes::INBOUND_NOT_MATCHED,
-            "fail_verify_san" if is_of_cluster => codes::PEER_CERTIFICATE_REFUSED,
+            "no_filter_chain_match" => Code::InboundNotMatched,
+            "fail_verify_san" if is_of_cluster => Code::PeerCertificateRefused,
             // Other causes of a failed handshake are examined with the endpoint.
             "connection_error" if !is_of_cluster => {
                 let handshakes = name.replace("connection_error", "handshake");
@@ -208,13 +207,13 @@ fn read_refusals(page: &str) -> Refusals {
                 if *count < MANY_HANDSHAKES || *count <= good {
                     return None;
                 }
-                codes::HANDSHAKES_FAILED
+                Code::HandshakesFailed
             }
-            "upstream_rq_pending_overflow" => codes::CIRCUIT_BREAKER_OPEN,
-            last if last.ends_with("denied") => codes::RBAC_DENIED,
+            "upstream_rq_pending_overflow" => Code::CircuitBreakerOpen,
+            last if last.ends_with("denied") => Code::RbacDenied,
             _ => return None,
         };
-        Some(Problem::new(code, name, format!("{}: {count} since Envoy's start", code.cause)))
+        Some(Problem::new(code, name, format!("{}: {count} since Envoy's start", code.cause())))
     });
     let are_counted = ["listener.", "cluster."]
         .iter()
@@ -275,7 +274,7 @@ pub async fn endpoints(admin: &Admin) -> Result<Endpoints, Problem> {
     match admin.read_lines("/clusters", |line| page.read(line)).await {
         Ok(()) => Ok(page.end()),
         Err(error) => {
-            Err(Problem::new(codes::ENVOY_NOT_INSPECTED, "endpoints of Envoy's clusters", error))
+            Err(Problem::new(Code::EnvoyNotInspected, "endpoints of Envoy's clusters", error))
         }
     }
 }
@@ -517,7 +516,7 @@ mod tests {
                     cluster.outbound|80||a.b;.ssl.connection_error: 70\n\
                     listener.a.no_filter_chain_match: 1\nhttp.a.rbac.denied: 2\nx: y\n";
         let found = read_refusals(page);
-        let names: Vec<_> = found.problems.iter().map(|problem| problem.code.name).collect();
+        let names: Vec<_> = found.problems.iter().map(|problem| problem.code.name()).collect();
         let expected = [
             "PEER_CERTIFICATE_REFUSED",
             "CIRCUIT_BREAKER_OPEN",

@@ -19,7 +19,7 @@ use super::launch::Launch;
 use super::output::Output;
 use super::program;
 use crate::net::port;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::{self, Clock};
 use crate::runtime::duration::rounded;
 
@@ -218,5 +218,5 @@ fn end_with_parent(start: &mut tokio::process::Command) {
 
 pub(super) fn unkillable(limit: Duration) -> Problem {
     let found = format!("it did not exit within {} of SIGKILL", rounded(limit));
-    Problem::new(codes::ENVOY_UNKILLABLE, "Envoy", found)
+    Problem::new(Code::EnvoyUnkillable, "Envoy", found)
 }

@@ -7,7 +7,7 @@ use rustix::fs::Access;
 use rustix::io::Errno;
 
 use crate::files::regular_file;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Fails like the kernel if it cannot run the program. For a program of another architecture the standard library would
 /// not fail: it calls execvp(3), which runs such a file as a script of `/bin/sh`. A name without a slash, which is
@@ -37,15 +37,15 @@ fn header(program: &Path) -> io::Result<Vec<u8>> {
 pub(crate) fn problem(program: &Path, error: &io::Error) -> Problem {
     let (code, found) = match error.kind() {
         io::ErrorKind::NotFound if program.exists() => (
-            codes::ENVOY_LOADER_MISSING,
+            Code::EnvoyLoaderMissing,
             "the loader or interpreter that it names does not exist".to_owned(),
         ),
-        io::ErrorKind::NotFound => (codes::ENVOY_MISSING, "there is no such program".to_owned()),
+        io::ErrorKind::NotFound => (Code::EnvoyMissing, "there is no such program".to_owned()),
         _ if Errno::from_io_error(error) == Some(Errno::NOEXEC) => (
-            codes::ENVOY_WRONG_ARCHITECTURE,
+            Code::EnvoyWrongArchitecture,
             format!("it is not a program for {}", std::env::consts::ARCH),
         ),
-        _ => (codes::ENVOY_NOT_EXECUTABLE, format!("cannot run it: {error}")),
+        _ => (Code::EnvoyNotExecutable, format!("cannot run it: {error}")),
     };
     Problem::new(code, format!("Envoy's program {}", program.display()), found)
 }
@@ -64,11 +64,11 @@ mod tests {
         // An ELF file for another architecture: machine 42 is SuperH.
         let foreign = [&own[..18], &[42, 0], &own[20..64]].concat();
         for (name, content, mode, code) in [
-            ("missing", None, 0o755, Some(codes::ENVOY_MISSING)),
-            ("plain", Some(&b"x"[..]), 0o644, Some(codes::ENVOY_NOT_EXECUTABLE)),
-            ("foreign", Some(&foreign), 0o755, Some(codes::ENVOY_WRONG_ARCHITECTURE)),
-            ("text", Some(b"exit 0\n"), 0o755, Some(codes::ENVOY_WRONG_ARCHITECTURE)),
-            ("empty", Some(b""), 0o755, Some(codes::ENVOY_WRONG_ARCHITECTURE)),
+            ("missing", None, 0o755, Some(Code::EnvoyMissing)),
+            ("plain", Some(&b"x"[..]), 0o644, Some(Code::EnvoyNotExecutable)),
+            ("foreign", Some(&foreign), 0o755, Some(Code::EnvoyWrongArchitecture)),
+            ("text", Some(b"exit 0\n"), 0o755, Some(Code::EnvoyWrongArchitecture)),
+            ("empty", Some(b""), 0o755, Some(Code::EnvoyWrongArchitecture)),
             ("script", Some(b"#!/bin/sh\n"), 0o755, None),
             ("native", Some(&own[..64]), 0o755, None),
         ] {

@@ -8,15 +8,15 @@ use std::path::Path;
 use rustix::fs::{Access, access, statvfs};
 use rustix::process::geteuid;
 
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Returns the problem of a file, directory or socket for which `action` failed, such as reading or creating it.
 pub(crate) fn problem(action: &str, path: &Path, error: io::Error) -> Problem {
     let code = match error.kind() {
-        io::ErrorKind::PermissionDenied => codes::DIRECTORY_FORBIDDEN,
-        io::ErrorKind::ReadOnlyFilesystem => codes::DIRECTORY_READ_ONLY,
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => codes::DISK_FULL,
-        _ => codes::FILE_UNUSABLE,
+        io::ErrorKind::PermissionDenied => Code::DirectoryForbidden,
+        io::ErrorKind::ReadOnlyFilesystem => Code::DirectoryReadOnly,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Code::DiskFull,
+        _ => Code::FileUnusable,
     };
     let error = explained(path, error);
     Problem::new(code, path.display(), format!("cannot {action}: {error}"))

@@ -11,7 +11,7 @@ use rustix::fs::{fstatfs, statvfs};
 
 use crate::files::directory::Directory;
 use crate::files::permission::{explained, writable};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// File systems in memory, as `statfs` names them: tmpfs and ramfs.
 const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
@@ -71,8 +71,8 @@ impl Volume {
 
     fn problem(&self, content: Content, error: io::Error) -> Problem {
         let code = match content {
-            Content::Configuration => codes::KEPT_CONFIG_UNWRITABLE,
-            Content::Certificate => codes::CERTIFICATE_CACHE_UNWRITABLE,
+            Content::Configuration => Code::KeptConfigUnwritable,
+            Content::Certificate => Code::CertificateCacheUnwritable,
         };
         let path = &self.directory;
         let subject = format!("{}={}", content.variable(), path.display());

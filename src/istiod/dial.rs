@@ -23,7 +23,7 @@ use crate::net::address;
 use crate::net::dial::proxy::Proxy;
 use crate::net::dial::{self, Dialer};
 use crate::net::executor::{ConnectionTasks, Executor};
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::{self, Clock, rfc3339};
 use crate::runtime::duration::{rounded, scaled};
 use crate::runtime::lifecycle::with_causes;
@@ -68,41 +68,41 @@ impl From<Problem> for Failure {
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Step {
     /// The code of the problem if it times out.
-    code: &'static Code,
+    code: Code,
     /// The action that times out, in the words of the problem.
     action: &'static str,
 }
 
-const READ_FILES: Step = Step::new(codes::ISTIOD_TIMEOUT, "reading certificate files");
-const RESOLVE: Step = Step::new(codes::ISTIOD_NAME_NOT_RESOLVED, "resolving the name");
-const CONNECT: Step = Step::new(codes::ISTIOD_NOT_REACHABLE, "connecting");
-const TUNNEL: Step = Step::new(codes::ISTIOD_PROXY_UNREACHABLE, "waiting for the proxy");
-const HANDSHAKE: Step = Step::new(codes::ISTIOD_TIMEOUT, "in the TLS handshake");
-const START_HTTP2: Step = Step::new(codes::ISTIOD_TIMEOUT, "waiting for HTTP/2");
+const READ_FILES: Step = Step::new(Code::IstiodTimeout, "reading certificate files");
+const RESOLVE: Step = Step::new(Code::IstiodNameNotResolved, "resolving the name");
+const CONNECT: Step = Step::new(Code::IstiodNotReachable, "connecting");
+const TUNNEL: Step = Step::new(Code::IstiodProxyUnreachable, "waiting for the proxy");
+const HANDSHAKE: Step = Step::new(Code::IstiodTimeout, "in the TLS handshake");
+const START_HTTP2: Step = Step::new(Code::IstiodTimeout, "waiting for HTTP/2");
 
 impl Step {
-    const fn new(code: &'static Code, action: &'static str) -> Self {
+    const fn new(code: Code, action: &'static str) -> Self {
         Self { code, action }
     }
 }
 
 /// Makes the problem of a step before the connection. With a proxy, this step is about the proxy.
-fn unreachable_problem(config: &Config, code: &'static Code, found: String) -> Problem {
+fn unreachable_problem(config: &Config, code: Code, found: String) -> Problem {
     let Some(Proxy { host, port, .. }) = &config.proxy else {
         return config.problem(code, found);
     };
     let found = format!("by the proxy {host}:{port} (HTTPS_PROXY): {found}");
-    config.problem(codes::ISTIOD_PROXY_UNREACHABLE, found)
+    config.problem(Code::IstiodProxyUnreachable, found)
 }
 
 fn connect_failure(config: &Config, error: &dial::Error) -> Failure {
     let code = match error {
         dial::Error::Resolve { .. } | dial::Error::NoAddress { .. } => RESOLVE.code,
         dial::Error::Connect { source, .. } => match source.kind() {
-            io::ErrorKind::ConnectionRefused => codes::ISTIOD_CONNECTION_REFUSED,
-            io::ErrorKind::ConnectionReset => codes::ISTIOD_CONNECTION_LOST,
+            io::ErrorKind::ConnectionRefused => Code::IstiodConnectionRefused,
+            io::ErrorKind::ConnectionReset => Code::IstiodConnectionLost,
             io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable => {
-                codes::ISTIOD_NO_ROUTE
+                Code::IstiodNoRoute
             }
             _ => CONNECT.code,
         },
@@ -120,18 +120,18 @@ fn handshake_failure(
     let cause = tls::error(error);
     let (code, found) = match cause {
         Some(Error::InvalidCertificate(refused)) => refused_certificate(tls, refused),
-        Some(Error::Other(cause)) => (codes::ISTIOD_CERTIFICATE_UNUSABLE, cause.to_string()),
-        Some(Error::InvalidMessage(_)) => (codes::ISTIOD_NOT_TLS, "it answered without TLS".into()),
+        Some(Error::Other(cause)) => (Code::IstiodCertificateUnusable, cause.to_string()),
+        Some(Error::InvalidMessage(_)) => (Code::IstiodNotTls, "it answered without TLS".into()),
         None if error.kind() == io::ErrorKind::UnexpectedEof => {
-            (codes::ISTIOD_TLS_REFUSED, "it closed the connection".to_owned())
+            (Code::IstiodTlsRefused, "it closed the connection".to_owned())
         }
-        _ => (codes::ISTIOD_TLS_REFUSED, error.to_string()),
+        _ => (Code::IstiodTlsRefused, error.to_string()),
     };
     let problem = config.problem(code, format!("TLS handshake with {to} failed: {found}"));
     Failure { is_alert: matches!(cause, Some(Error::AlertReceived(_))), ..problem.into() }
 }
 
-fn refused_certificate(tls: &tls::Prepared, refused: &CertificateError) -> (&'static Code, String) {
+fn refused_certificate(tls: &tls::Prepared, refused: &CertificateError) -> (Code, String) {
     use CertificateError as E;
     match refused {
         E::NotValidForNameContext { presented, .. } => {
@@ -143,21 +143,21 @@ fn refused_certificate(tls: &tls::Prepared, refused: &CertificateError) -> (&'st
             let expected = tls.name.to_str();
             let names = names.join(", ");
             let found = format!("its certificate is not for {expected:?}, but for {names}");
-            (codes::ISTIOD_CERTIFICATE_NAME, found)
+            (Code::IstiodCertificateName, found)
         }
         E::ExpiredContext { time, not_after } => {
-            (codes::ISTIOD_CERTIFICATE_EXPIRED, date_mismatch("expired", *not_after, *time, "ago"))
+            (Code::IstiodCertificateExpired, date_mismatch("expired", *not_after, *time, "ago"))
         }
         E::NotValidYetContext { time, not_before } => {
             let found = date_mismatch("is not valid before", *not_before, *time, "from now");
-            (codes::ISTIOD_CERTIFICATE_NOT_YET_VALID, found)
+            (Code::IstiodCertificateNotYetValid, found)
         }
         // The roots of two meshes may have the same name, and then only the signature differs.
         E::UnknownIssuer | E::BadSignature => {
             let found = format!("its certificate is not signed by a root of {}", tls.roots);
-            (codes::ISTIOD_CERTIFICATE_UNTRUSTED, found)
+            (Code::IstiodCertificateUntrusted, found)
         }
-        _ => (codes::ISTIOD_CERTIFICATE_UNUSABLE, refused.to_string()),
+        _ => (Code::IstiodCertificateUnusable, refused.to_string()),
     }
 }
 
@@ -235,7 +235,7 @@ pub(super) async fn dial(
 
 fn host_and_port(config: &Config) -> Result<(&str, u16), Problem> {
     address::split_lenient(&config.address)
-        .ok_or_else(|| config.problem(codes::ISTIOD_ADDRESS_INVALID, "it is not host:port"))
+        .ok_or_else(|| config.problem(Code::IstiodAddressInvalid, "it is not host:port"))
 }
 
 struct Attempt<'a> {
@@ -261,7 +261,7 @@ impl Attempt<'_> {
         match (outcome, &tls.without_client) {
             (Err(failure), Some(without)) if failure.is_alert => {
                 let found = failure.problem.found;
-                tracing::warn!("{}", self.config.problem(codes::CLIENT_CERTIFICATE_REFUSED, found));
+                tracing::warn!("{}", self.config.problem(Code::ClientCertificateRefused, found));
                 let stream = self
                     .bound
                     .run(CONNECT, TcpStream::connect(self.to))
@@ -283,7 +283,7 @@ impl Attempt<'_> {
                     let to = self.to;
                     let found =
                         format!("the proxy {to} (HTTPS_PROXY) does not open a tunnel: {error}");
-                    self.config.problem(codes::ISTIOD_PROXY_REFUSED, found)
+                    self.config.problem(Code::IstiodProxyRefused, found)
                 },
             )?;
         }
@@ -309,7 +309,7 @@ impl Attempt<'_> {
         let (_, session) = stream.get_ref();
         if session.alpn_protocol() != Some(b"h2") {
             let found = format!("{to} does not offer HTTP/2 over TLS (ALPN)");
-            return Err(self.config.problem(codes::ISTIOD_NOT_GRPC, found).into());
+            return Err(self.config.problem(Code::IstiodNotGrpc, found).into());
         }
         let negotiated = Tls::new(session, client_certificate);
         self.start_http2(Box::new(stream), Some(negotiated)).await
@@ -326,9 +326,9 @@ impl Attempt<'_> {
         let opening = connection::open(io, about, self.config.clone(), self.executor.clone());
         self.bound.run(START_HTTP2, opening).await?.map_err(|loss| {
             let (code, what) = match loss {
-                Loss::Alert(_) => (codes::ISTIOD_TLS_REFUSED, "ended the TLS connection"),
-                Loss::NotHttp2(_) => (codes::ISTIOD_NOT_GRPC, "does not speak HTTP/2"),
-                Loss::Ended(_) => (codes::ISTIOD_CONNECTION_LOST, "did not start HTTP/2"),
+                Loss::Alert(_) => (Code::IstiodTlsRefused, "ended the TLS connection"),
+                Loss::NotHttp2(_) => (Code::IstiodNotGrpc, "does not speak HTTP/2"),
+                Loss::Ended(_) => (Code::IstiodConnectionLost, "did not start HTTP/2"),
             };
             let problem = self.config.problem(code, format!("{to} {what}: {loss}"));
             Failure { is_alert: matches!(loss, Loss::Alert(_)), ..problem.into() }

@@ -38,7 +38,7 @@ use worker::{Waiter, Worker};
 
 use crate::metrics::Registry;
 use crate::net::dial::proxy::Proxy;
-use crate::problem::{self, Problem, codes};
+use crate::problem::{self, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::trust::identity::SpiffeId;
 use crate::trust::trust_anchors;
@@ -174,7 +174,7 @@ impl Istiod {
         let _ = self.queue.send(Waiter { once, reply });
         result.await.unwrap_or_else(|_| {
             let found = "not connected, because the agent is stopping";
-            Err(self.shared.hosts.current().problem(codes::AGENT_STOPPING, found))
+            Err(self.shared.hosts.current().problem(problem::Code::AgentStopping, found))
         })
     }
 
@@ -255,11 +255,7 @@ impl Istiod {
 
     /// Explains a call that ended with this status. `unimplemented` is the code if istiod does not know the
     /// method.
-    pub(crate) fn explain(
-        &self,
-        unimplemented: &'static problem::Code,
-        status: &tonic::Status,
-    ) -> Problem {
+    pub(crate) fn explain(&self, unimplemented: problem::Code, status: &tonic::Status) -> Problem {
         let token = self.shared.token.last();
         refusal::explain(self.shared.hosts.current(), &token, unimplemented, status)
     }
@@ -286,7 +282,7 @@ impl Config {
         format!("istiod at {} ({})", self.address, self.setting)
     }
 
-    pub(crate) fn problem(&self, code: &'static problem::Code, found: impl ToString) -> Problem {
+    pub(crate) fn problem(&self, code: problem::Code, found: impl ToString) -> Problem {
         Problem::new(code, self.subject(), found)
     }
 

@@ -13,7 +13,7 @@ use tonic::{Code, Status};
 
 use super::Config;
 use super::token::{Claims, State};
-use crate::problem::{self, Problem, codes};
+use crate::problem::{self, Problem};
 
 /// The stored length of the text of an error, in characters.
 pub const MAX_MESSAGE: usize = 1024;
@@ -30,28 +30,28 @@ const AUDIENCE: &str = "istio-ca";
 pub fn explain(
     config: &Config,
     token: &State,
-    unimplemented: &'static problem::Code,
+    unimplemented: problem::Code,
     status: &Status,
 ) -> Problem {
     let message = status.message();
     let mut found = format!("{}: {message:.MAX_MESSAGE$}", code_name(status.code()));
     let code = match status.code() {
-        Code::Unauthenticated => codes::ISTIOD_UNAUTHENTICATED,
-        Code::PermissionDenied => codes::ISTIOD_PERMISSION_DENIED,
+        Code::Unauthenticated => problem::Code::IstiodUnauthenticated,
+        Code::PermissionDenied => problem::Code::IstiodPermissionDenied,
         // istiod signs for the identity of the token only.
         Code::InvalidArgument if message.contains("SAN Identities in CSR") => {
-            codes::ISTIOD_PERMISSION_DENIED
+            problem::Code::IstiodPermissionDenied
         }
         Code::Unimplemented => unimplemented,
-        Code::Unavailable => codes::ISTIOD_UNAVAILABLE,
-        Code::DeadlineExceeded => codes::ISTIOD_NO_ANSWER,
-        _ => codes::ISTIOD_ERROR,
+        Code::Unavailable => problem::Code::IstiodUnavailable,
+        Code::DeadlineExceeded => problem::Code::IstiodNoAnswer,
+        _ => problem::Code::IstiodError,
     };
     if status.source().is_some_and(|source| source.is::<NotGrpc>()) {
-        return config.problem(codes::ISTIOD_NOT_GRPC, message);
+        return config.problem(problem::Code::IstiodNotGrpc, message);
     }
-    let is_denied = code == codes::ISTIOD_PERMISSION_DENIED;
-    let is_about_caller = is_denied || code == codes::ISTIOD_UNAUTHENTICATED;
+    let is_denied = code == problem::Code::IstiodPermissionDenied;
+    let is_about_caller = is_denied || code == problem::Code::IstiodUnauthenticated;
     if is_about_caller && let Some(problem) = &token.problem {
         let found = format!("{found}; the {}: {}", problem.subject, problem.found);
         return config.problem(problem.code, found);
@@ -75,7 +75,7 @@ pub fn explain(
     if is_about_caller && !audiences.is_empty() && !audiences.contains(&AUDIENCE) {
         let found =
             format!("{found}; the token is for {}, not for {AUDIENCE}", audiences.join(", "));
-        return config.problem(codes::ISTIOD_TOKEN_AUDIENCE, found);
+        return config.problem(problem::Code::IstiodTokenAudience, found);
     }
     if is_denied {
         found += &format!("; TRUST_DOMAIN is {:?}", identity.trust_domain);
@@ -157,99 +157,105 @@ mod tests {
         unset.identity.namespace.clear();
         let token = state(&of("shop:cart"));
         let status = Status::new(denied, "why");
-        let problem = explain(&unset, &token, codes::ISTIOD_ERROR, &status);
+        let problem = explain(&unset, &token, problem::Code::IstiodError, &status);
         assert!(problem.found.contains("POD_NAMESPACE is \"\""), "{problem}");
         assert_eq!(problem.remedy, "set POD_NAMESPACE to shop");
         for (code, token, expected, found, remedy) in [
             (
                 denied,
                 state(&of("other:cart")),
-                codes::ISTIOD_PERMISSION_DENIED,
+                problem::Code::IstiodPermissionDenied,
                 "POD_NAMESPACE is \"shop\"",
                 "set POD_NAMESPACE to other",
             ),
             (
                 denied,
                 state(&of("shop:till")),
-                codes::ISTIOD_PERMISSION_DENIED,
+                problem::Code::IstiodPermissionDenied,
                 "SERVICE_ACCOUNT is \"cart\"",
                 "set SERVICE_ACCOUNT to till",
             ),
             (
                 denied,
                 state(&of("shop:cart")),
-                codes::ISTIOD_PERMISSION_DENIED,
+                problem::Code::IstiodPermissionDenied,
                 "TRUST_DOMAIN is \"cluster.local\"",
                 "kubectl get configmap istio",
             ),
             (
                 denied,
                 State::default(),
-                codes::ISTIOD_PERMISSION_DENIED,
+                problem::Code::IstiodPermissionDenied,
                 "TRUST_DOMAIN is \"cluster.local\"",
                 "compare `TRUST_DOMAIN`",
             ),
             (
                 denied,
                 state(r#"{"aud":"vault"}"#),
-                codes::ISTIOD_TOKEN_AUDIENCE,
+                problem::Code::IstiodTokenAudience,
                 "for vault, not for istio-ca",
                 "TOKEN_AUDIENCES",
             ),
             (
                 unknown,
                 state(r#"{"aud":["a","b"]}"#),
-                codes::ISTIOD_TOKEN_AUDIENCE,
+                problem::Code::IstiodTokenAudience,
                 "for a, b, not",
                 "audience of the projected volume",
             ),
-            (unknown, state(r#"{"exp":12}"#), codes::ISTIOD_TOKEN_EXPIRED, "expired ", "date -u"),
+            (
+                unknown,
+                state(r#"{"exp":12}"#),
+                problem::Code::IstiodTokenExpired,
+                "expired ",
+                "date -u",
+            ),
             (
                 unknown,
                 missing,
-                codes::ISTIOD_TOKEN_MISSING,
+                problem::Code::IstiodTokenMissing,
                 "/nonexistent/token: No such file",
                 "mount the projected volume",
             ),
             (
                 unknown,
                 state(&of("shop:cart")),
-                codes::ISTIOD_UNAUTHENTICATED,
+                problem::Code::IstiodUnauthenticated,
                 "why",
                 "ISTIO_META_CLUSTER_ID",
             ),
             (
                 Code::InvalidArgument,
                 state(&of("shop:cart")),
-                codes::ISTIOD_PERMISSION_DENIED,
+                problem::Code::IstiodPermissionDenied,
                 "TRUST_DOMAIN is \"cluster.local\"",
                 "compare `TRUST_DOMAIN`",
             ),
             (
                 Code::Unimplemented,
                 State::default(),
-                codes::ISTIOD_WITHOUT_DELTA,
+                problem::Code::IstiodWithoutDelta,
                 "Unimplemented",
                 "ISTIO_DELTA_XDS=false",
             ),
             (
                 Code::Unavailable,
                 state(r#"{"exp":12}"#),
-                codes::ISTIOD_UNAVAILABLE,
+                problem::Code::IstiodUnavailable,
                 "why",
                 "kubectl get pods",
             ),
             (
                 Code::Internal,
                 State::default(),
-                codes::ISTIOD_ERROR,
+                problem::Code::IstiodError,
                 "Internal: why",
                 "kubectl logs",
             ),
         ] {
             let status = Status::new(code, "why: SAN Identities in CSR");
             let config = plaintext("istiod:15012");
-            let problem = explain(&config, &token, codes::ISTIOD_WITHOUT_DELTA, &status);
+            let problem = explain(&config, &token, problem::Code::IstiodWithoutDelta, &status);
             assert_eq!(problem.code, expected, "{problem}");
             assert!(problem.subject.contains("discoveryAddress"), "{problem}");
             assert!(problem.found.contains(found), "{found:?}: {problem}");

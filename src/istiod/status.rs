@@ -113,7 +113,7 @@ impl Record {
         let mut problem = problem.clone();
         problem.found = problem.found.chars().take(MAX_ERROR).collect();
         let at = rfc3339(Clock::system().now());
-        let outage = Outage { since: at.clone(), until: None, code: problem.code.name };
+        let outage = Outage { since: at.clone(), until: None, code: problem.code.name() };
         if self.last_error.lock().replace(Failure { at, problem }).is_none() {
             let mut outages = self.outages.lock();
             outages.truncate(MAX_OUTAGES - 1);
@@ -154,7 +154,7 @@ impl fmt::Display for Connected {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::codes;
+    use crate::problem::Code;
 
     #[test]
     fn an_outage_lasts_from_the_first_error_to_a_success() {
@@ -162,18 +162,18 @@ mod tests {
         let problem = |code| Problem::new(code, "istiod", "found");
         record.clear_error();
         assert_eq!(record.outages.lock().len(), 0);
-        record.record_failed_dial(&problem(codes::ISTIOD_TIMEOUT));
-        record.record_error(&problem(codes::ISTIOD_ERROR));
+        record.record_failed_dial(&problem(Code::IstiodTimeout));
+        record.record_error(&problem(Code::IstiodError));
         let outages = record.outages.lock().clone();
         assert_eq!((outages.len(), &outages[0].until), (1, &None));
         assert_eq!(outages[0].code, "ISTIOD_TIMEOUT");
         record.clear_error();
         assert!(record.outages.lock()[0].until.is_some());
         for _ in 0..2 * MAX_OUTAGES {
-            record.record_error(&problem(codes::ISTIOD_ERROR));
+            record.record_error(&problem(Code::IstiodError));
             record.clear_error();
         }
-        record.record_error(&problem(codes::ISTIOD_UNAVAILABLE));
+        record.record_error(&problem(Code::IstiodUnavailable));
         let outages = record.outages.lock();
         assert_eq!((outages.len(), outages[0].code), (MAX_OUTAGES, "ISTIOD_UNAVAILABLE"));
         assert_eq!(outages.iter().filter(|outage| outage.until.is_none()).count(), 1);

@@ -14,7 +14,7 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use zeroize::Zeroizing;
 
 use crate::files::regular_file;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::BoxError;
 use crate::trust::compliance::Policy;
 use crate::trust::key_pair::certified;
@@ -57,14 +57,14 @@ pub(super) async fn prepare(config: &Config) -> Result<Prepared, Problem> {
     let name = ServerName::try_from(config.server_name.clone()).map_err(|_| {
         let subject = "name in istiod's certificate";
         let expected = "a DNS name or an IP address";
-        Problem::value(codes::ISTIOD_SAN_INVALID, subject, &config.server_name, expected)
+        Problem::value(Code::IstiodSanInvalid, subject, &config.server_name, expected)
     })?;
     let roots = config.roots.clone();
     let anchors = trust_anchors::load(&roots).await?;
     let builder = config
         .policy
         .builder()
-        .map_err(|error| Problem::new(codes::TLS_UNUSABLE, "TLS to istiod", error))?
+        .map_err(|error| Problem::new(Code::TlsUnusable, "TLS to istiod", error))?
         .dangerous()
         .with_custom_certificate_verifier(anchors);
     let anonymous = for_http2(builder.clone().with_no_client_auth());
@@ -112,7 +112,7 @@ async fn client_pair(client: &ClientCertificate) -> Result<Option<CertifiedKey>,
 }
 
 fn unusable(path: &Path, why: impl ToString) -> Problem {
-    Problem::new(codes::CLIENT_CERTIFICATE_UNUSABLE, path.display(), why)
+    Problem::new(Code::ClientCertificateUnusable, path.display(), why)
 }
 
 async fn read_chain(path: &Path) -> Result<(Vec<CertificateDer<'static>>, SystemTime), BoxError> {

@@ -18,7 +18,7 @@ use zeroize::Zeroizing;
 
 use crate::files::file_watch::FileWatch;
 use crate::files::regular_file;
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::runtime::duration::rounded;
 
@@ -114,24 +114,24 @@ impl Reader {
 /// Reads the token. Blocks.
 pub(crate) fn read(path: &Path) -> Result<Token, Problem> {
     let file = regular_file::read(path, MAX_TOKEN)
-        .map_err(|error| problem(codes::ISTIOD_TOKEN_MISSING, path, error))?;
+        .map_err(|error| problem(Code::IstiodTokenMissing, path, error))?;
     let token = file.trim_ascii();
     if token.is_empty() {
-        return Err(problem(codes::ISTIOD_TOKEN_INVALID, path, "the file is empty"));
+        return Err(problem(Code::IstiodTokenInvalid, path, "the file is empty"));
     }
     if let Some((position, byte)) =
         token.iter().enumerate().find(|(_, byte)| !byte.is_ascii_graphic())
     {
         let found = format!("byte {byte:#04x} at position {position} is not allowed in a header");
-        return Err(problem(codes::ISTIOD_TOKEN_INVALID, path, found));
+        return Err(problem(Code::IstiodTokenInvalid, path, found));
     }
     let mut header = HeaderValue::from_bytes(&Zeroizing::new([b"Bearer ", token].concat()))
-        .map_err(|error| problem(codes::ISTIOD_TOKEN_INVALID, path, error))?;
+        .map_err(|error| problem(Code::IstiodTokenInvalid, path, error))?;
     header.set_sensitive(true);
     Ok(Token { header, claims: claims(token) })
 }
 
-pub(crate) fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
+pub(crate) fn problem(code: Code, path: &Path, found: impl ToString) -> Problem {
     Problem::new(code, format!("token {}", path.display()), found)
 }
 
@@ -152,7 +152,7 @@ impl Claims {
         let ago = rounded(now.duration_since(end).ok()?);
         let [end, now] = [end, now].map(rfc3339);
         let found = format!("expired {ago} ago, at {end}; it is {now} here");
-        Some(problem(codes::ISTIOD_TOKEN_EXPIRED, path, found))
+        Some(problem(Code::IstiodTokenExpired, path, found))
     }
 
     /// Returns namespace and name of a service account of Kubernetes.
@@ -216,7 +216,7 @@ pub(super) mod tests {
         for (name, expected) in [("none", "No such file"), ("", "not a regular file")] {
             let path = dir.path().join(name);
             let problem = read(&path).map(drop).unwrap_err();
-            assert_eq!(problem.code, codes::ISTIOD_TOKEN_MISSING);
+            assert_eq!(problem.code, Code::IstiodTokenMissing);
             assert!(problem.found.contains(expected), "{problem}");
             assert!(problem.subject.contains(path.to_str().unwrap()), "{problem}");
         }

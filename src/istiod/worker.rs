@@ -20,7 +20,7 @@ use super::dial::{Failure, dial};
 use super::{Config, Shared};
 use crate::net::dial::Dialer;
 use crate::net::executor::ConnectionTasks;
-use crate::problem::{Problem, Repetition, codes};
+use crate::problem::{Code, Problem, Repetition};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::clock::{after, later};
 use crate::runtime::duration::{rounded, scaled};
@@ -195,10 +195,10 @@ impl Worker {
                 }
                 Err(go_away) => {
                     let found = format!("it ended the connection with {go_away}");
-                    let problem = config.problem(codes::ISTIOD_UNAVAILABLE, found);
+                    let problem = config.problem(Code::IstiodUnavailable, found);
                     let problem = problem.remedy(match go_away.code {
                         Reason::ENHANCE_YOUR_CALM => TOO_MANY_PINGS,
-                        _ => codes::ISTIOD_ERROR.remedy,
+                        _ => Code::IstiodError.remedy(),
                     });
                     // Calls on a newer connection may have succeeded.
                     if shared.connection().is_none() {

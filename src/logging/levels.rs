@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 use tracing_core::callsite::rebuild_interest_cache;
 
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::duration::rounded;
 
 /// The target of lines about changes of levels, which are logged at any level.
@@ -57,7 +57,7 @@ impl Levels {
             let level = level(word).ok_or_else(|| {
                 let expected =
                     "scope:level with a level of debug, info, warn, error, fatal or none";
-                Problem::value(codes::ARGUMENT_INVALID, "log level", entry, expected)
+                Problem::value(Code::ArgumentInvalid, "log level", entry, expected)
             })?;
             for (name, current) in levels.scopes.get_mut() {
                 if *name == scope || scope == "all" {
@@ -103,7 +103,7 @@ impl Levels {
             return None;
         }
         let found = format!("none for {}", names.join(", "));
-        Some(Problem::new(codes::LOG_SILENT, "log level", found))
+        Some(Problem::new(Code::LogSilent, "log level", found))
     }
 
     /// Logs the change, then sets the level of a scope, or of all. With a `period`, [`Self::expire`] ends it.
@@ -114,7 +114,7 @@ impl Levels {
         word: &str,
         period: Option<Duration>,
     ) -> Result<(), Problem> {
-        const CODE: &Code = codes::ARGUMENT_INVALID;
+        const CODE: Code = Code::ArgumentInvalid;
         let level = level(word)
             .filter(|level| *level != LevelFilter::OFF)
             .ok_or_else(|| Problem::value(CODE, "the level", word, "debug, info, warn or error"))?;

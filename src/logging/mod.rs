@@ -26,7 +26,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::files::permission::explained;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use levels::CHANGES;
 pub use levels::{Levels, scope_of};
 use line::{Content, Line};
@@ -74,7 +74,7 @@ pub fn init(options: Options) -> Result<(), Problem> {
     let outputs = targets.iter().map(|target| {
         let file = open(target).map_err(|error| {
             let found = format!("cannot open {target}: {}", explained(target.as_ref(), error));
-            Problem::new(codes::LOG_TARGET_UNUSABLE, "--log_target", found)
+            Problem::new(Code::LogTargetUnusable, "--log_target", found)
         })?;
         Ok(Output::new(file, options.json))
     });

@@ -19,7 +19,7 @@ use tracing::Level;
 
 use super::levels::DEFAULT;
 use super::line::{Content, Line};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 const MAX_QUEUED: usize = 256 << 10;
 /// The bytes that a pipe accepts without blocking if it polls as writable.
@@ -111,7 +111,7 @@ impl Queue {
         let dropped = std::mem::take(&mut self.dropped);
         if dropped > 0 {
             let found = format!("{dropped} lines dropped because its reader is too slow");
-            let problem = Problem::new(codes::LOG_LINES_DROPPED, "log", found);
+            let problem = Problem::new(Code::LogLinesDropped, "log", found);
             let line = Line {
                 time: SystemTime::now(),
                 level: Level::WARN,

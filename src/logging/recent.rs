@@ -9,7 +9,6 @@ use tracing::Level;
 use super::levels::name;
 use super::line::{Line, timestamp};
 use crate::problem::Code;
-use crate::problem::codes::TABLE;
 
 /// The maximum number of warnings and errors that are stored.
 const MAX_ENTRIES: usize = 50;
@@ -51,7 +50,7 @@ impl Recent {
         let scope = line.scope;
         let time = timestamp(line.time);
         let message: String = line.content.text(' ').chars().take(MAX_MESSAGE).collect();
-        let code = code_of(&message).map_or("", |code| code.name);
+        let code = code_of(&message).map_or("", |code| code.name());
         let mut entries = self.0.lock();
         let same = entries.iter().position(|entry| {
             (entry.level, entry.scope, entry.code) == (level, scope, code)
@@ -81,11 +80,8 @@ impl Recent {
 }
 
 /// Finds the last code in a message. Labels may follow it.
-pub fn code_of(message: &str) -> Option<&'static Code> {
-    message
-        .rsplit('[')
-        .map(|part| part.split(']').next())
-        .find_map(|name| TABLE.iter().copied().find(|code| Some(code.name) == name))
+pub fn code_of(message: &str) -> Option<Code> {
+    message.rsplit('[').find_map(|part| Code::named(part.split(']').next().unwrap_or_default()))
 }
 
 /// The lines logged last, as text.

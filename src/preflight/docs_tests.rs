@@ -28,7 +28,7 @@ fn differences_md_has_every_row_of_the_table() {
     for row in TABLE {
         let settings = row.selectors.iter().filter_map(|selector| match selector {
             Selector::Set(names) => Some(format!("`{names}`")),
-            Selector::Problem(code) => Some(format!("[`{0}`](problems.md)", code.name)),
+            Selector::Problem(code) => Some(format!("[`{0}`](problems.md)", code.name())),
             _ => None,
         });
         let settings: Vec<_> = settings.collect();

@@ -18,8 +18,8 @@ use crate::config::pod::Pairs;
 use crate::config::report::manifest_configuration;
 use crate::json;
 use crate::logging::printable;
-use crate::problem::{Diagnostics, Problem, codes};
-use crate::report::{Check, Level};
+use crate::problem::{Code, Diagnostics, Level, Problem};
+use crate::report::Check;
 use crate::runtime::lifecycle::BoxError;
 use differences::{Difference, Selector, TABLE};
 pub use pods::Owners;
@@ -198,8 +198,8 @@ impl Findings<'_> {
     /// Warns of an image whose Envoy cannot discover clusters.
     fn image(&mut self, container: &Container, env: &Environment) {
         let variable = &environment::ISTIO_AGENT_ON_DEMAND_CLUSTERS;
-        let code = codes::ON_DEMAND_OFF;
-        let is_off = !env.get(variable) || self.found.iter().any(|it| it.check.code == code.name);
+        let code = Code::OnDemandOff;
+        let is_off = !env.get(variable) || self.found.iter().any(|it| it.check.code == code.name());
         if let Some(minor) = container.istio_minor.filter(|it| *it < FIRST_ON_DEMAND && !is_off) {
             let found = format!("the image has Istio 1.{minor}, whose Envoy is older than 1.39.0");
             self.problem(Level::Warning, &Problem::new(code, variable.row.name, found));
@@ -217,12 +217,12 @@ impl Findings<'_> {
 
     fn problem(&mut self, level: Level, problem: &Problem) {
         let exact = find_row(Selector::Problem(problem.code));
-        let row = exact.or_else(|| find_row(Selector::Problem(codes::SETTING_INVALID)));
+        let row = exact.or_else(|| find_row(Selector::Problem(Code::SettingInvalid)));
         self.add(Check::with_level(level, problem), row);
     }
 
     fn refused(&mut self, found: impl ToString) {
-        self.problem(Level::Error, &Problem::new(codes::ARGUMENT_INVALID, "command line", found));
+        self.problem(Level::Error, &Problem::new(Code::ArgumentInvalid, "command line", found));
     }
 
     /// Adds the rows of settings that have another effect in this agent.

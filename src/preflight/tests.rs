@@ -55,12 +55,12 @@ fn differences_are_ok_or_warnings_and_rejected_settings_are_errors() {
 #[test]
 fn each_kind_of_finding_has_one_row() {
     for kind in [
-        Selector::Problem(codes::SETTING_INVALID),
-        Selector::Problem(codes::CAPTURE_OPTION_INVALID),
+        Selector::Problem(Code::SettingInvalid),
+        Selector::Problem(Code::CaptureOptionInvalid),
         Selector::ProbeWithoutTimeout,
-        Selector::Problem(codes::MEMBER_REPEATED),
+        Selector::Problem(Code::MemberRepeated),
         Selector::UnknownFlag,
-        Selector::Problem(codes::MEMBER_UNKNOWN),
+        Selector::Problem(Code::MemberUnknown),
         Selector::VariableWithoutEffect,
     ] {
         let rows = TABLE.iter().filter(|row| row.selectors.contains(&kind));

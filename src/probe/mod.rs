@@ -20,7 +20,7 @@ use crate::net::dial::Dialer;
 use crate::net::executor::ConnectionTasks;
 use crate::net::http_client::{self, Redirects};
 use crate::net::unverified_tls;
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::proto::grpc_health_v1::HealthCheckRequest;
 use crate::proto::grpc_health_v1::health_check_response::ServingStatus;
 use crate::proto::grpc_health_v1::health_client::HealthClient;
@@ -116,7 +116,7 @@ impl Client {
         let (code, found) = match timeout_at(end, self.send(probe, headers, end)).await {
             Ok(Ok(outcome)) => return Ok(outcome),
             Ok(Err(error)) => (code(error.as_ref()), with_causes(error.as_ref())),
-            Err(_) => (codes::PROBE_LATE, format!("no answer within {}", rounded(probe.timeout))),
+            Err(_) => (Code::ProbeLate, format!("no answer within {}", rounded(probe.timeout))),
         };
         Err(Problem::new(code, probe, found))
     }
@@ -142,10 +142,10 @@ impl Client {
 }
 
 /// Returns the code of a closed port if a cause of the error is a refused connection, otherwise a general code.
-fn code(error: &(dyn StdError + 'static)) -> &'static Code {
+fn code(error: &(dyn StdError + 'static)) -> Code {
     match error.downcast_ref::<io::Error>().map(io::Error::kind) {
-        Some(io::ErrorKind::ConnectionRefused) => codes::PROBE_PORT_CLOSED,
-        _ => error.source().map_or(codes::PROBE_FAILED, code),
+        Some(io::ErrorKind::ConnectionRefused) => Code::ProbePortClosed,
+        _ => error.source().map_or(Code::ProbeFailed, code),
     }
 }
 

@@ -3,34 +3,54 @@
 //!
 //! Programs compare codes only. Texts are for people and may change.
 
-pub mod codes;
+mod codes;
 mod repetition;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 
+use clap::ValueEnum;
+pub use codes::Code;
 pub use repetition::Repetition;
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 
-/// A kind of problem. Texts begin in lower case and have no full stop, because they are joined by semicolons.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Code {
-    /// The unique and stable name, because scripts and alerts search for it.
-    pub name: &'static str,
-    pub section: &'static str,
-    /// The cause of the problem, for the documentation.
-    pub cause: &'static str,
-    /// The consequence; empty if the cause or `found` is sufficient.
-    pub consequence: &'static str,
-    pub remedy: &'static str,
+/// The level of a check, or of a problem in a report.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    ValueEnum,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// The check was skipped; the finding gives the reason.
+    #[default]
+    Skipped,
+    Ok,
+    Warning,
+    Error,
+}
+
+impl Level {
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |it| it.get_name().to_owned())
+    }
 }
 
 /// A problem that was found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
     #[serde(serialize_with = "name")]
-    pub code: &'static Code,
+    pub code: Code,
     /// The variable, flag, member, file, peer or part of the agent.
     pub subject: String,
     /// A sentence without its subject, or a value in quotes.
@@ -43,20 +63,20 @@ pub struct Problem {
 
 impl Problem {
     /// Describes a problem by a sentence.
-    pub fn new(code: &'static Code, subject: impl ToString, found: impl ToString) -> Self {
+    pub fn new(code: Code, subject: impl ToString, found: impl ToString) -> Self {
         Self {
             code,
             subject: subject.to_string(),
             found: found.to_string(),
             expected: "".into(),
-            consequence: code.consequence.into(),
-            remedy: code.remedy.into(),
+            consequence: code.consequence().into(),
+            remedy: code.remedy().into(),
         }
     }
 
     /// Describes a value other than expected.
     pub fn value(
-        code: &'static Code,
+        code: Code,
         subject: impl ToString,
         found: &str,
         expected: impl Into<Cow<'static, str>>,
@@ -71,8 +91,7 @@ impl Problem {
         expected: impl Into<Cow<'static, str>>,
         consequence: impl Into<Cow<'static, str>>,
     ) -> Self {
-        let code = codes::SETTING_REPLACED;
-        Self::value(code, subject, found, expected).consequence(consequence)
+        Self::value(Code::SettingReplaced, subject, found, expected).consequence(consequence)
     }
 
     /// Adds the value that was expected.
@@ -103,7 +122,7 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let follows = [&*self.consequence, &*self.remedy];
         let Self { subject, found, .. } = self;
-        let text = sentence(subject, found, &self.expected, follows, self.code.name);
+        let text = sentence(subject, found, &self.expected, follows, self.code.name());
         f.write_str(&text)
     }
 }
@@ -129,13 +148,13 @@ pub fn sentence(
     text
 }
 
-fn name<S: Serializer>(code: &&'static Code, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(code.name)
+fn name<S: Serializer>(code: &Code, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(code.name())
 }
 
 /// Serializes a problem as a text, and its code.
 pub fn error<S: Serializer>(problem: &Problem, serializer: S) -> Result<S::Ok, S::Error> {
-    let (code, error) = (problem.code.name, problem.to_string());
+    let (code, error) = (problem.code.name(), problem.to_string());
     BTreeMap::from([("code", code), ("error", &error)]).serialize(serializer)
 }
 

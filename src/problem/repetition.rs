@@ -20,7 +20,7 @@ impl Repetition {
     /// count and duration.
     pub fn failed(&mut self, problem: &Problem) -> Option<String> {
         let new = || (Instant::now(), Duration::ZERO, 0);
-        let (began, due, count) = self.0.entry(problem.code.name).or_insert_with(new);
+        let (began, due, count) = self.0.entry(problem.code.name()).or_insert_with(new);
         *count += 1;
         let lasted = began.elapsed();
         if lasted < *due {
@@ -46,13 +46,13 @@ impl Repetition {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::codes;
+    use crate::problem::Code;
 
     #[tokio::test(start_paused = true)]
     async fn a_problem_is_logged_at_start_growing_intervals_and_end() {
         let mut failures = Repetition::default();
         let problem = |code| Problem::new(code, "istiod", "found");
-        let (refused, silent) = (codes::ISTIOD_CONNECTION_REFUSED, codes::ISTIOD_TIMEOUT);
+        let (refused, silent) = (Code::IstiodConnectionRefused, Code::IstiodTimeout);
         let mut logged = Vec::new();
         for second in 0..=600 {
             // Causes that alternate do not count as new causes.

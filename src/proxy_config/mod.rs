@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use prost_reflect::{DescriptorError, DescriptorPool, DynamicMessage};
 use serde_json::{Map, Value};
 
-use crate::problem::{Diagnostics, Problem, codes};
+use crate::problem::{Code, Diagnostics, Problem};
 pub use crate::proto::istio_mesh_v1alpha1::*;
 use yaml::Node;
 
@@ -46,7 +46,7 @@ impl ProxyConfig {
         notes: &mut Diagnostics,
     ) -> BTreeMap<String, u64> {
         read::read(self, "ProxyConfig", origin, node, notes).unwrap_or_else(|error| {
-            notes.add(Problem::new(codes::SETTING_INVALID, origin, error));
+            notes.add(Problem::new(Code::SettingInvalid, origin, error));
             BTreeMap::new()
         })
     }

@@ -16,7 +16,7 @@ use prost_reflect::{
 
 use super::yaml::{Node, Tree, line};
 use super::{as_integer, dynamic};
-use crate::problem::{Code, Diagnostics, Problem, codes};
+use crate::problem::{Code, Diagnostics, Problem};
 use crate::runtime::duration;
 use crate::spelling;
 
@@ -95,11 +95,11 @@ impl Reader<'_> {
             }
             let path = self.child_path(key);
             let (code, text) = if is_known {
-                (codes::MEMBER_REPEATED, format!("member {path} gives way to another"))
+                (Code::MemberRepeated, format!("member {path} gives way to another"))
             } else {
                 let hint =
                     spelling::hint(key, "", message.fields().map(|it| it.json_name().to_owned()));
-                (codes::MEMBER_UNKNOWN, format!("unknown member {path}{hint}"))
+                (Code::MemberUnknown, format!("unknown member {path}{hint}"))
             };
             self.warn(code, node, text);
         }
@@ -114,7 +114,7 @@ impl Reader<'_> {
         let mut last = IndexMap::new();
         for (key, node) in entries {
             if last.insert(key.as_str(), node).is_some() {
-                self.warn(codes::MEMBER_REPEATED, node, format!("another member {key}"));
+                self.warn(Code::MemberRepeated, node, format!("another member {key}"));
             }
         }
         Some(last)
@@ -210,7 +210,7 @@ impl Reader<'_> {
         }
     }
 
-    fn warn(&mut self, code: &'static Code, node: &Node, text: String) {
+    fn warn(&mut self, code: Code, node: &Node, text: String) {
         let subject = format!("{} line {}", self.origin, line(node));
         self.notes.warnings.push(Problem::new(code, subject, text));
     }
@@ -218,7 +218,7 @@ impl Reader<'_> {
     fn problem<T>(&mut self, node: &Node, found: String, expected: Cow<'static, str>) -> Option<T> {
         let of = if self.path.is_empty() { "" } else { " of " };
         let subject = format!("{}{of}{} line {}", self.path, self.origin, line(node));
-        self.notes.add(Problem::new(codes::SETTING_INVALID, subject, found).expected(expected));
+        self.notes.add(Problem::new(Code::SettingInvalid, subject, found).expected(expected));
         None
     }
 }

@@ -9,7 +9,7 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Number;
 use serde_saphyr::{DuplicateKeyPolicy, Spanned};
 
-use crate::problem::{Diagnostics, Problem, codes};
+use crate::problem::{Code, Diagnostics, Problem};
 
 /// A value with its position.
 pub type Node = Spanned<Tree>;
@@ -52,7 +52,7 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
     });
     let error = read.err().map(|error| {
         let (line, reason) = line_and_reason(&error);
-        Problem::new(codes::SETTING_INVALID, format!("{origin} line {line}"), reason)
+        Problem::new(Code::SettingInvalid, format!("{origin} line {line}"), reason)
     });
     let Some(node) = first else {
         notes.problems.extend(error);
@@ -60,14 +60,14 @@ pub fn object(origin: &str, text: &str, notes: &mut Diagnostics) -> Option<Node>
     };
     if let Some(Problem { subject, .. }) = error {
         let found = "another document after the first one";
-        notes.warnings.push(Problem::new(codes::FILE_LINE, subject, found));
+        notes.warnings.push(Problem::new(Code::FileLine, subject, found));
     }
     match node.value {
         Tree::Null => None,
         Tree::Map(_) => Some(node),
         ref other => {
             let subject = format!("{origin} line {}", line(&node));
-            let problem = Problem::new(codes::SETTING_INVALID, subject, other.describe());
+            let problem = Problem::new(Code::SettingInvalid, subject, other.describe());
             notes.add(problem.expected("a YAML or JSON object"));
             None
         }

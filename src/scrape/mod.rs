@@ -42,7 +42,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::metrics::Registry;
 use crate::net::http_client::{self, Client, Redirects};
-use crate::problem::codes;
+use crate::problem::Code;
 use crate::runtime::clock::{after, later};
 use crate::runtime::duration::{rounded, scaled};
 use crate::runtime::lifecycle::BoxError;
@@ -281,7 +281,7 @@ impl Page {
             format => Reader::Text(Lines::new(format, self.format, hidden)),
         };
         if source.format() == Format::Protobuf && self.format != Format::Protobuf {
-            source.fail(codes::SCRAPE_PAGE_INVALID, NOT_ACCEPTED);
+            source.fail(Code::ScrapePageInvalid, NOT_ACCEPTED);
         }
         while !is_late {
             if let Some(chunk) = self.output.take_ready() {
@@ -290,7 +290,7 @@ impl Page {
             match timeout_at(until, source.chunk()).await {
                 Ok(Some(chunk)) => {
                     if let Err(error) = reader.push(&chunk, &mut self.seen, &mut self.output) {
-                        source.fail(codes::SCRAPE_PAGE_INVALID, error);
+                        source.fail(Code::ScrapePageInvalid, error);
                     }
                 }
                 Ok(None) => break,
@@ -300,13 +300,13 @@ impl Page {
             is_late |= Instant::now() >= until;
         }
         if is_late {
-            source.fail(codes::SCRAPE_LATE, "timed out");
+            source.fail(Code::ScrapeLate, "timed out");
         }
         let is_complete = source.failure.is_none();
         if let Err(error) = reader.finish(is_complete, &mut self.seen, &mut self.output)
             && is_complete
         {
-            source.fail(codes::SCRAPE_PAGE_INVALID, error);
+            source.fail(Code::ScrapePageInvalid, error);
         }
         let (duplicates, malformed) = reader.left_out();
         metrics.duplicates.with([source.origin.name()]).add(duplicates);

@@ -18,7 +18,7 @@ use super::negotiate::{Coding, coding};
 use super::targets::Target;
 use super::tls;
 use crate::net::http_client::{self, Body, Client};
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::with_causes;
 
 /// The maximum number of gzip bytes that are decoded at a time, because they may become a thousand times as
@@ -32,7 +32,7 @@ const ENVOY_REMEDY: &str = "see Envoy's log; it answers 400 if it cannot use the
     scrape job)";
 
 /// Code and text of the reason why a page has ended early.
-type Failure = (&'static Code, String);
+type Failure = (Code, String);
 
 /// The kind of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,12 +121,12 @@ impl Source {
     }
 
     /// Ends the page early, for the reason given. The caller logs and counts it.
-    pub(super) fn fail(&mut self, code: &'static Code, found: impl ToString) {
+    pub(super) fn fail(&mut self, code: Code, found: impl ToString) {
         let origin = self.origin.name();
         let subject = format!("failed scraping {origin} metrics from {}", self.address);
         let problem = Problem::new(code, subject, found);
         self.failure = Some(match self.origin {
-            Origin::Envoy if code != codes::SCRAPE_LATE => problem.remedy(ENVOY_REMEDY),
+            Origin::Envoy if code != Code::ScrapeLate => problem.remedy(ENVOY_REMEDY),
             _ => problem,
         });
     }
@@ -147,7 +147,7 @@ impl Source {
     fn take_response(&mut self, response: Response<Body>) -> Result<(), Failure> {
         let (head, body) = response.into_parts();
         if head.status != StatusCode::OK {
-            return Err((codes::SCRAPE_FAILED, format!("status {}, expected 200", head.status)));
+            return Err((Code::ScrapeFailed, format!("status {}, expected 200", head.status)));
         }
         match coding(&head.headers) {
             Coding::Plain => {}
@@ -221,11 +221,11 @@ impl Source {
 }
 
 fn broken(error: http_client::Error) -> Failure {
-    (codes::SCRAPE_FAILED, with_causes(&error))
+    (Code::ScrapeFailed, with_causes(&error))
 }
 
 fn unusable(error: tls::Error) -> Failure {
-    (codes::SCRAPE_TLS_UNUSABLE, with_causes(&error))
+    (Code::ScrapeTlsUnusable, with_causes(&error))
 }
 
 fn not_gzip(error: io::Error) -> Failure {
@@ -233,5 +233,5 @@ fn not_gzip(error: io::Error) -> Failure {
 }
 
 fn invalid(found: String) -> Failure {
-    (codes::SCRAPE_PAGE_INVALID, found)
+    (Code::ScrapePageInvalid, found)
 }

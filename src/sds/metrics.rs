@@ -2,7 +2,7 @@
 
 use super::Rejections;
 use crate::metrics::{Counter, Gauge, Kind, Registry};
-use crate::problem::codes;
+use crate::problem::Code;
 
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
@@ -25,7 +25,7 @@ impl Metrics {
                 let missing = rejected
                     .lock()
                     .values()
-                    .filter(|problem| problem.code == codes::SECRET_REFUSED)
+                    .filter(|problem| problem.code == Code::SecretRefused)
                     .count();
                 report(&[], missing as f64);
             },

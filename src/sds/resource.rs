@@ -16,7 +16,7 @@ use x509_parser::prelude::{
 
 use super::key_provider::KeyProvider;
 use crate::files::regular_file;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::secrets::Secret;
 use crate::secrets::name::Name;
@@ -103,8 +103,8 @@ pub(crate) fn revocation_problem(path: &Path, chain: &[u8]) -> Option<Problem> {
         found += &format!("; found one of {} until {}", list.issuer(), rfc3339(end));
     }
     let code = match file.trim_ascii() {
-        b"null" => codes::REVOCATION_LIST_EMPTY,
-        _ => codes::REVOCATION_LIST_UNUSABLE,
+        b"null" => Code::RevocationListEmpty,
+        _ => Code::RevocationListUnusable,
     };
     Some(Problem::new(code, path.display(), found))
 }
@@ -239,7 +239,7 @@ mod tests {
         let [foreign, same_name] =
             [&other, &namesake].map(|it| list_of(it, [2020, 2126])[0].clone());
         let join = |lists: &[&Vec<u8>]| lists.iter().copied().flatten().copied().collect();
-        let (empty, unusable) = (codes::REVOCATION_LIST_EMPTY, codes::REVOCATION_LIST_UNUSABLE);
+        let (empty, unusable) = (Code::RevocationListEmpty, Code::RevocationListUnusable);
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("crl.pem");
         let found = |file: &Vec<u8>| {

@@ -11,7 +11,7 @@ use tonic::{Code, Status};
 
 use super::metrics::Metrics;
 use super::resource::{Resource, TYPE_URL, Version};
-use crate::problem::{Problem, codes};
+use crate::problem::{self, Problem};
 use crate::secrets::name::{Name, escaped};
 
 /// The most names of one request.
@@ -210,8 +210,11 @@ impl StateOfTheWorld {
         let id = self.id;
         let names = Vec::from_iter(self.names.keys().map(Name::to_string)).join(", ");
         let names = escaped(&names, MAX_REASON);
-        let problem_code =
-            if self.has_version { codes::SECRET_UPDATE_REFUSED } else { codes::SECRET_REFUSED };
+        let problem_code = if self.has_version {
+            problem::Code::SecretUpdateRefused
+        } else {
+            problem::Code::SecretRefused
+        };
         let found = format!("Envoy refuses it: {reason}");
         let problem = Problem::new(problem_code, format!("secret {names}"), found);
         tracing::error!(target: "ads", "ADS:SDS: ACK ERROR {id} {code}:{reason}; {problem}");
@@ -226,7 +229,7 @@ impl StateOfTheWorld {
         match name {
             Name::Default | Name::RootCa if !self.serves_workload => {
                 let found = "served on the workload's socket; this one serves secrets from files";
-                Err(Problem::new(codes::SECRET_NAME_UNKNOWN, name, found))
+                Err(Problem::new(problem::Code::SecretNameUnknown, name, found))
             }
             _ => Ok(name),
         }

@@ -19,7 +19,7 @@ use super::{Rejections, SecretOptions};
 use crate::ca::{Ca, csr};
 use crate::logging::logged;
 use crate::metrics::Registry;
-use crate::problem::{Problem, codes};
+use crate::problem::{self, Problem};
 use crate::secrets::certificate::Workload;
 use crate::secrets::fake_authority::{FakeAuthority, clock, config};
 use crate::secrets::name::Name;
@@ -300,7 +300,7 @@ async fn a_rejected_secret_without_accepted_version_is_named_until_acceptance() 
     let [problem] = &rejections(&stream)[..] else {
         panic!("one rejection");
     };
-    assert_eq!(problem.code, codes::SECRET_REFUSED);
+    assert_eq!(problem.code, problem::Code::SecretRefused);
     assert_eq!(problem.subject, "secret default");
     let found = &problem.found;
     assert!(found.contains("no\\n\\u{1b}[0mxxx"), "{found}");
@@ -317,7 +317,7 @@ async fn a_rejected_secret_without_accepted_version_is_named_until_acceptance() 
     next_names(&mut stream, &signed_by(&authority).await, "3");
     stream.apply(&rejection(&["default"], "3")).expect("is fine");
     let rejected = Vec::from_iter(rejections(&stream).iter().map(|problem| problem.code));
-    assert_eq!(rejected, [codes::SECRET_UPDATE_REFUSED]);
+    assert_eq!(rejected, [problem::Code::SecretUpdateRefused]);
     let page = registry.render();
     assert!(page.contains("\nistio_agent_sds_refused_secrets 0\n"));
 }
@@ -332,7 +332,7 @@ async fn a_version_of_an_earlier_stream_counts_and_ended_streams_are_ignored() {
     next_names(&mut stream, &state, "1");
     stream.apply(&rejection(&["default"], "1")).expect("is fine");
     let rejected = Vec::from_iter(rejections(&stream).iter().map(|problem| problem.code));
-    assert_eq!(rejected, [codes::SECRET_UPDATE_REFUSED]);
+    assert_eq!(rejected, [problem::Code::SecretUpdateRefused]);
 
     let rejected = async |end: fn(Stream) -> Option<Stream>| {
         let mut stream = subscribed(&["file-root:a", "default"], &signed().await);

@@ -16,7 +16,7 @@ use super::certificate::Workload;
 use crate::files::directory::Directory;
 use crate::files::regular_file::if_exists;
 use crate::files::volume::{Content, is_in_memory};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::runtime::lifecycle::BoxError;
 use crate::trust::identity::SpiffeId;
@@ -59,7 +59,7 @@ impl CertificateCache {
         let directory = self.subject();
         let loaded = tokio::task::spawn_blocking(move || self.load(now)).await;
         loaded.unwrap_or_else(|error| Err(error.into())).unwrap_or_else(|error| {
-            let problem = Problem::new(codes::CERTIFICATE_CACHE_UNUSABLE, directory, error);
+            let problem = Problem::new(Code::CertificateCacheUnusable, directory, error);
             tracing::warn!(target: "cache", "{problem}");
             None
         })
@@ -79,7 +79,7 @@ impl CertificateCache {
         .await
         .unwrap_or_else(|error| Err(error.into()))
         .err()?;
-        let problem = Problem::new(codes::CERTIFICATE_CACHE_UNWRITABLE, directory, error);
+        let problem = Problem::new(Code::CertificateCacheUnwritable, directory, error);
         tracing::error!(target: "cache", "{problem}");
         Some(problem)
     }

@@ -16,7 +16,7 @@ use zeroize::Zeroizing;
 use super::trust::Roots;
 use super::x509::Error::NoCertificate;
 use super::x509::{self, Facts};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::trust::identity::SpiffeId;
 use crate::trust::pem;
@@ -81,7 +81,7 @@ impl Workload {
 }
 
 fn unusable(found: impl ToString) -> Problem {
-    Problem::new(codes::CERTIFICATE_ANSWER_UNUSABLE, "answer of the certificate authority", found)
+    Problem::new(Code::CertificateAnswerUnusable, "answer of the certificate authority", found)
 }
 
 fn not_certificates(index: usize, found: x509::Error) -> Problem {
@@ -129,7 +129,7 @@ impl Certificate {
         if !self.is_issued_to(identity) {
             let found =
                 format!("issued to {}, requested for {identity}", self.leaf.names.join(", "));
-            let code = codes::CERTIFICATE_FOR_OTHER_IDENTITY;
+            let code = Code::CertificateForOtherIdentity;
             problems.push(Problem::new(code, NEW_CERTIFICATE, found));
         }
         problems.extend(self.clock_problem(now));
@@ -146,7 +146,7 @@ impl Certificate {
         };
         let [date, now] = [date, now].map(rfc3339);
         let found = format!("{what} {date}, now {now}): this clock or istiod's is wrong");
-        Some(Problem::new(codes::CLOCKS_DIFFER, NEW_CERTIFICATE, found))
+        Some(Problem::new(Code::ClocksDiffer, NEW_CERTIFICATE, found))
     }
 }
 

@@ -18,7 +18,7 @@ use x509_parser::prelude::{FromDer, X509CertificationRequest};
 
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, Reached, SignError};
-use crate::problem::{Problem, codes};
+use crate::problem::{self, Problem};
 use crate::runtime::clock::Clock;
 use crate::secrets::Config;
 use crate::trust::identity::SpiffeId;
@@ -165,7 +165,7 @@ impl FakeAuthority {
 
 fn failure(code: Code) -> SignError {
     let message = "told to fail".to_owned();
-    let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", message.clone());
+    let problem = Problem::new(problem::Code::IstiodError, "istiod", message.clone());
     SignError { code, message, problem }
 }
 

@@ -35,7 +35,7 @@ use crate::ca::Ca;
 use crate::ca::key::{Encoding, KeyType};
 use crate::files::volume::Volume;
 use crate::metrics::Registry;
-use crate::problem::{self, Problem, codes};
+use crate::problem::{self, Code, Problem};
 use crate::runtime::clock::{Clock, in_utc, rfc3339};
 use crate::trust::identity::SpiffeId;
 use cache::CertificateCache;
@@ -185,8 +185,8 @@ impl Secrets {
     pub fn problem(&self) -> Option<Problem> {
         let state = self.latest();
         let Some(failure) = state.failure else {
-            let code = codes::CERTIFICATE_NOT_ISSUED;
-            return state.workload.is_none().then(|| Problem::new(code, WORKLOAD, code.cause));
+            let code = Code::CertificateNotIssued;
+            return state.workload.is_none().then(|| Problem::new(code, WORKLOAD, code.cause()));
         };
         let mut problem = failure.problem;
         let failures = failure.failures;
@@ -194,7 +194,7 @@ impl Secrets {
         if let (Some(dates), None) = (state.dates, &state.workload) {
             let end = rfc3339(dates.not_after);
             problem.found = format!("expired at {end}; renewals fail: {}", problem.found);
-            (problem.code, problem.subject) = (codes::CERTIFICATE_EXPIRED, WORKLOAD.to_owned());
+            (problem.code, problem.subject) = (Code::CertificateExpired, WORKLOAD.to_owned());
         }
         problem.found += &format!(" ({failures} failures since {since}, next attempt at {next})");
         Some(problem)

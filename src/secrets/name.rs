@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// The resource name of a secret that Envoy may request.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -63,7 +63,7 @@ impl std::str::FromStr for Name {
         name.ok_or_else(|| {
             const KNOWN: &str = "default, ROOTCA, file-root:<path> or file-cert:<chain>~<key>";
             let found = format!("\"{}\", expected {KNOWN}", escaped(text, MAX_SHOWN));
-            Problem::new(codes::SECRET_NAME_UNKNOWN, "unknown secret name", found)
+            Problem::new(Code::SecretNameUnknown, "unknown secret name", found)
         })
     }
 }
@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn a_foreign_name_is_shown_escaped_and_cut() {
         let problem = "a\nb".parse::<Name>().expect_err("is unknown");
-        assert_eq!(problem.code, codes::SECRET_NAME_UNKNOWN);
+        assert_eq!(problem.code, Code::SecretNameUnknown);
         assert!(problem.found.starts_with("\"a\\nb\","), "{problem}");
         for long in ["é".repeat(5_000), format!("a{}", "é".repeat(5_000))] {
             let problem = long.parse::<Name>().expect_err("is unknown");

@@ -20,7 +20,7 @@ use super::trust::{Bundle, MeshBundle, Roots};
 use super::{Config, Dates, Failure, State};
 use crate::ca::key::KeyType;
 use crate::ca::{Ca, Reached, SignError, csr};
-use crate::problem::{Problem, codes, sentence};
+use crate::problem::{self, Problem, sentence};
 use crate::runtime::clock::Clock;
 use crate::runtime::duration::{rounded, scaled};
 
@@ -314,7 +314,7 @@ impl<C: Ca> Renewal<C> {
             Ok(response) => response,
             Err(_) => {
                 let message = format!("no answer within {}", rounded(SIGNING_LIMIT));
-                let code = codes::CERTIFICATE_REQUEST_FAILED;
+                let code = problem::Code::CertificateRequestFailed;
                 Err(SignError {
                     code: Code::DeadlineExceeded,
                     problem: Problem::new(code, "certificate request", &message),
@@ -441,7 +441,7 @@ impl<C: Ca> Renewal<C> {
                 );
             }
             let what = "resource:default failed to sign";
-            let line = sentence(what, &text, "", [&*follows, &problem.remedy], problem.code.name);
+            let line = sentence(what, &text, "", [&*follows, &problem.remedy], problem.code.name());
             tracing::error!(target: "cache", "{line}");
         }
         let failure = Failure {
@@ -455,5 +455,5 @@ impl<C: Ca> Renewal<C> {
 }
 
 fn key_problem(error: impl std::fmt::Display) -> Problem {
-    Problem::new(codes::CERTIFICATE_KEY_FAILED, "private key and CSR", error)
+    Problem::new(problem::Code::CertificateKeyFailed, "private key and CSR", error)
 }

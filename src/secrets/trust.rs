@@ -10,7 +10,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 
 use super::x509;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::trust::pem;
 
 /// Trust anchors as PEM; there is at least one.
@@ -72,7 +72,7 @@ impl MeshBundle {
         let roots = Roots::merged([bundle.as_bytes()]);
         if roots.is_none() && !bundle.trim().is_empty() {
             let found = x509::Error::NoCertificate(bundle.len());
-            let code = codes::MESH_BUNDLE_INVALID;
+            let code = Code::MeshBundleInvalid;
             return Err(Problem::new(code, "trust bundle of the mesh", found));
         }
         Ok(self.0.send_if_modified(|mesh| {
@@ -110,7 +110,7 @@ fn merge<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> String {
 }
 
 fn warn_left_out(found: &str) {
-    let problem = Problem::new(codes::CERTIFICATES_LEFT_OUT, "root certificates", found);
+    let problem = Problem::new(Code::CertificatesLeftOut, "root certificates", found);
     tracing::warn!(target: "cache", "{problem}");
 }
 

@@ -12,7 +12,7 @@ use x509_parser::x509::SubjectPublicKeyInfo;
 use zeroize::Zeroizing;
 
 use super::schedule::signed_seconds;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::runtime::duration::rounded_seconds;
 use crate::runtime::lifecycle::BoxError;
@@ -76,13 +76,13 @@ impl Facts {
         let left = signed_seconds(self.not_after, now);
         let (code, what, date) = if wait > 0.0 {
             let what = format!("is valid in {}, from", rounded_seconds(wait));
-            (codes::CERTIFICATE_NOT_YET_VALID, what, self.not_before)
+            (Code::CertificateNotYetValid, what, self.not_before)
         } else if left < 0.0 {
             let what = format!("expired {} ago, at", rounded_seconds(-left));
-            (codes::CERTIFICATE_EXPIRED, what, self.not_after)
+            (Code::CertificateExpired, what, self.not_after)
         } else if left < signed_seconds(self.not_after, self.not_before) * LAST_TENTH {
             let what = format!("expires in {}, at", rounded_seconds(left));
-            (codes::CERTIFICATE_EXPIRES_SOON, what, self.not_after)
+            (Code::CertificateExpiresSoon, what, self.not_after)
         } else {
             return None;
         };

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Pair, State};
 use crate::envoy::handle::Envoy;
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::report::Check;
 
 /// The time limit for a container to be replaced and to connect.
@@ -28,18 +28,18 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
     let name = format!("container {} serves", state.serves);
     if let Some(why) = blocker {
         let found = format!("no handover is possible, its Envoy runs without hot restart: {why}");
-        return error(codes::HOT_RESTART_UNAVAILABLE, name, found);
+        return error(Code::HotRestartUnavailable, name, found);
     }
     if let Some(other) = state.waits()
         && let Some(why) = &other.takeover_blocker
     {
-        return error(codes::STANDBY_UNABLE, name, format!("container {}: {why}", other.name));
+        return error(Code::StandbyUnable, name, format!("container {}: {why}", other.name));
     }
     if let Some(last) = &state.last
         && let Some(why) = &last.failed
     {
         let found = format!("container {} ({}): {why}", last.to, last.build);
-        return error(codes::HANDOVER_FAILED, name, found);
+        return error(Code::HandoverFailed, name, found);
     }
     if let Some(other) = state.waits() {
         let state = if other.is_checked {
@@ -51,13 +51,13 @@ fn check(state: &State, blocker: Option<&str>) -> Check {
     } else if state.has_parent {
         Check::skipped(name, "the former Envoy in the other container finishes its connections")
     } else if state.last_waiting_ended.is_some_and(|since| since.elapsed() > CONNECT_LIMIT) {
-        error(codes::STANDBY_ABSENT, name, codes::STANDBY_ABSENT.cause)
+        error(Code::StandbyAbsent, name, Code::StandbyAbsent.cause())
     } else {
         Check::skipped(name, "the other container is not connected yet")
     }
 }
 
-fn error(code: &'static Code, name: String, found: impl ToString) -> Check {
+fn error(code: Code, name: String, found: impl ToString) -> Check {
     Check::from(&Problem::new(code, name, found))
 }
 
@@ -67,7 +67,7 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::report::Level;
+    use crate::problem::Level;
     use crate::standby::{Handover, Waiting};
 
     #[test]

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use super::record::Record;
 use crate::config::environment::Environment;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle;
 
 /// Runs `pilot-agent proxy` as the former holder of the lock ran it. Returns only on failure.
@@ -23,5 +23,5 @@ fn run(prepare: impl FnOnce(&mut Command) -> &mut Command) -> Problem {
         Ok(program) => prepare(&mut Command::new(program)).exec(),
         Err(error) => error,
     };
-    Problem::new(codes::STANDBY_UNUSABLE, "pilot-agent", error)
+    Problem::new(Code::StandbyUnusable, "pilot-agent", error)
 }

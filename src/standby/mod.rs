@@ -36,7 +36,7 @@ use tokio::time::Instant;
 use crate::config::environment::{Environment, ISTIO_AGENT_STANDBY};
 use crate::files::directory::Directory;
 use crate::files::regular_file::{self, if_exists};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::program;
 use crate::runtime::clock::in_utc;
 use crate::runtime::lifecycle::{self, BoxError};
@@ -129,7 +129,7 @@ impl Pair {
     fn open(environment: &Environment) -> Result<Self, Problem> {
         let name = environment.get(&ISTIO_AGENT_STANDBY);
         if !is_name(&name) {
-            let code = codes::SETTING_INVALID;
+            let code = Code::SettingInvalid;
             let subject = ISTIO_AGENT_STANDBY.row.name;
             return Err(Problem::value(code, subject, &name, "the name of the container"));
         }
@@ -137,7 +137,7 @@ impl Pair {
         let directory = fs::create_dir_all(parent)
             .and_then(|()| Directory::private(parent, &name, true))
             .and_then(|_of_this_container| Directory::private(parent, PRIVATE, true))
-            .map_err(|error| Problem::new(codes::STANDBY_UNUSABLE, DIRECTORY, error))?;
+            .map_err(|error| Problem::new(Code::StandbyUnusable, DIRECTORY, error))?;
         Ok(Self {
             name,
             build: String::new(),
@@ -199,7 +199,7 @@ impl Pair {
     /// Records that the agent is about to exit and does not need a successor, so that the standby exits as well.
     pub fn record_end(&self) {
         if let Err(error) = record::write(&self.directory, record::END, &End::now()) {
-            let problem = Problem::new(codes::STANDBY_UNUSABLE, "record of the end", error);
+            let problem = Problem::new(Code::StandbyUnusable, "record of the end", error);
             tracing::warn!("{}", problem.consequence("the standby serves again"));
         }
     }

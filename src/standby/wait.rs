@@ -11,7 +11,7 @@ use super::channel::{Channel, Message};
 use super::record::{self, End, RECORD, Record, since_boot};
 use super::{DIRECTORY, Pair, build, open_lock, socket};
 use crate::config::environment::Environment;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::{self, BoxError, Stop};
 
 /// The time between two attempts to read the record of a first agent.
@@ -98,7 +98,7 @@ async fn wait_for_takeover(
                 && let Some(why) = &blocker
             {
                 let subject = format!("container {}", pair.name);
-                tracing::warn!("{}", Problem::new(codes::STANDBY_UNABLE, subject, why));
+                tracing::warn!("{}", Problem::new(Code::StandbyUnable, subject, why));
             }
             let limit = blocker.as_ref().map_or(Duration::MAX, |_| BLOCKED_INTERVAL);
             warned = blocker;

@@ -9,7 +9,7 @@ use ::http::{Method, Response, StatusCode};
 
 use super::{Body, reply};
 use crate::logging;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::duration;
 
 const MAX_PERIOD: Duration = Duration::from_secs(24 * 60 * 60);
@@ -28,7 +28,7 @@ pub(super) fn answer(head: &Parts) -> Response<Body> {
 
 fn set(query: &str) -> Result<(), Problem> {
     const QUERY: &str = "level, scope and for, each with a value and once";
-    let invalid = codes::ARGUMENT_INVALID;
+    let invalid = Code::ArgumentInvalid;
     let mut members = BTreeMap::from([("level", None), ("scope", None), ("for", None)]);
     for member in query.split('&').filter(|member| !member.is_empty()) {
         let (name, value) = member.split_once('=').unwrap_or_default();
@@ -49,7 +49,7 @@ fn read_period(text: &str) -> Result<Duration, Problem> {
         Some(period) if !period.is_zero() && period <= MAX_PERIOD => Ok(period),
         _ => {
             let expected = "a duration such as 10m, more than 0 and at most 24h";
-            Err(Problem::value(codes::ARGUMENT_INVALID, "for", text, expected))
+            Err(Problem::value(Code::ArgumentInvalid, "for", text, expected))
         }
     }
 }

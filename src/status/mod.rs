@@ -56,7 +56,7 @@ use crate::health::Health;
 use crate::istiod::Istiod;
 use crate::metrics::Registry;
 use crate::probe;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::report::{PodState, Report};
 use crate::runtime::lifecycle::{BoxError, CancellationToken, QUIT, Stop, StopAccepting, Urgency};
 use crate::sds::Rejections;
@@ -273,7 +273,7 @@ impl Router {
             Ok(ready) => ready.err().map(|missing| missing.to_string()),
             Err(_) => Some("Envoy's admin port does not answer".to_owned()),
         };
-        let problem = missing.as_ref().map(|it| Problem::new(codes::POD_NOT_READY, "pod", it));
+        let problem = missing.as_ref().map(|it| Problem::new(Code::PodNotReady, "pod", it));
         let state = if missing.is_none() { PodState::Ready } else { PodState::NotReady };
         let report = report.judged(&state, problem.as_ref());
         Diagnosis { report, missing, ..Diagnosis::default() }
@@ -317,7 +317,7 @@ async fn drain(sources: &Sources) -> Response<Body> {
         && tokio::time::timeout(DRAIN_LIMIT, envoy.drain()).await.is_err()
     {
         let found = "Envoy did not confirm the drain within 10 s";
-        tracing::warn!("{}", Problem::new(codes::DRAIN_UNCONFIRMED, "/drain", found));
+        tracing::warn!("{}", Problem::new(Code::DrainUnconfirmed, "/drain", found));
     }
     plain(StatusCode::OK, "OK")
 }

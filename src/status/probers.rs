@@ -15,7 +15,7 @@ use super::{Body, Config, reply};
 use crate::json;
 use crate::net::request_path;
 use crate::probe::{Client, Kind, Probe};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// The kubelet's default timeout.
 const PROBE_LIMIT: Duration = Duration::from_secs(1);
@@ -92,7 +92,7 @@ impl AppProbes {
     pub(super) async fn answer(&self, path: &str, headers: &HeaderMap) -> Response<Body> {
         let Some(prober) = self.config.probers.get(path) else {
             let subject = format!("Prober does not exists url {path}");
-            let problem = Problem::new(codes::PROBE_UNKNOWN, subject, codes::PROBE_UNKNOWN.cause);
+            let problem = Problem::new(Code::ProbeUnknown, subject, Code::ProbeUnknown.cause());
             tracing::error!(target: "probes", "{problem}");
             let text = format!("app prober config does not exists for {path}\n");
             return reply::refusal(StatusCode::BAD_REQUEST, text);

@@ -28,7 +28,7 @@ use tokio_util::io::{StreamReader, SyncIoBridge};
 
 use crate::files::regular_file::{self, MAX_SETTINGS};
 use crate::net::http_client::{Body, Client};
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::program;
 use crate::proxy_config::ProxyConfig;
 use crate::report::Report;
@@ -113,7 +113,7 @@ pub async fn collect(
     // The doctor runs before the large pages, because Envoy makes its pages one after the other.
     match doctor.await {
         Ok(found) => bundle.doctor(found),
-        Err(Problem { code, .. }) => bundle.problem(code, "doctor", code.cause),
+        Err(Problem { code, .. }) => bundle.problem(code, "doctor", code.cause()),
     }
     tokio::join!(bundle.agent(sources), bundle.envoy(sources), bundle.machine(sources),);
     let problems = bundle.problems.take();
@@ -141,7 +141,7 @@ impl Bundle {
         }
         if !self.files.borrow().iter().any(|file| file.name == CONFIG) {
             let found = "the agent did not answer";
-            self.problem(codes::BUNDLE_CONFIG_OF_COMMAND, CONFIG, found);
+            self.problem(Code::BundleConfigOfCommand, CONFIG, found);
             self.text(CONFIG, Json("Configuration"), &sources.config.to_string());
         }
     }
@@ -172,11 +172,11 @@ impl Bundle {
                 }
                 Ok(answer) => {
                     let found = format!("the answer is {}", answer.status());
-                    self.problem(codes::BUNDLE_PAGE_MISSING, name, found);
+                    self.problem(Code::BundlePageMissing, name, found);
                 }
                 Err(error) => {
                     let found = with_causes(&error);
-                    return self.problem(codes::BUNDLE_PORT_SILENT, name, found);
+                    return self.problem(Code::BundlePortSilent, name, found);
                 }
             }
         }
@@ -199,7 +199,7 @@ impl Bundle {
         let written = spawn_blocking(move || File::write_from(name, form, page)).await;
         match written {
             Ok(written) => self.add(written),
-            Err(panic) => self.problem(codes::BUNDLE_PAGE_MISSING, name, panic),
+            Err(panic) => self.problem(Code::BundlePageMissing, name, panic),
         }
     }
 
@@ -246,7 +246,7 @@ impl Bundle {
         paths.extend(custom.map(Into::into));
         if paths.is_empty() {
             let found = format!("no file envoy-rev*.json in {}", config.config_path);
-            self.problem(codes::BUNDLE_BOOTSTRAP_MISSING, "bootstrap", found);
+            self.problem(Code::BundleBootstrapMissing, "bootstrap", found);
         }
         for path in paths {
             let file_name = path.file_name().unwrap_or_default();
@@ -264,7 +264,7 @@ impl Bundle {
                     document.sort_all_objects();
                     self.text(&name, Json("Bootstrap"), &document.to_string());
                 }
-                Err(error) => self.problem(codes::BUNDLE_BOOTSTRAP_UNREADABLE, &name, error),
+                Err(error) => self.problem(Code::BundleBootstrapUnreadable, &name, error),
             }
         }
     }
@@ -283,12 +283,12 @@ impl Bundle {
 
     fn add(&self, (file, copied): (File, io::Result<()>)) {
         if let Err(error) = copied {
-            self.problem(codes::BUNDLE_PART_CUT, &file.name, with_causes(&error));
+            self.problem(Code::BundlePartCut, &file.name, with_causes(&error));
         }
         self.files.borrow_mut().push(file);
     }
 
-    fn problem(&self, code: &'static Code, name: &str, found: impl ToString) {
+    fn problem(&self, code: Code, name: &str, found: impl ToString) {
         let problem = Problem::new(code, name, found);
         tracing::warn!("{problem}");
         self.problems.borrow_mut().push(problem);
@@ -379,7 +379,7 @@ async fn output(line: &str) -> (&str, Result<Vec<u8>, Problem>) {
 
 /// Describes a program that failed, without its own message.
 fn failure(Problem { code, .. }: Problem) -> String {
-    format!("{} [{}]\n", code.cause, code.name)
+    format!("{} [{}]\n", code.cause(), code.name())
 }
 
 /// Waits for a future for at most [`STEP_LIMIT`], until `until` at the latest. After that time even a future that is

@@ -74,7 +74,7 @@ async fn a_hung_envoy_costs_one_wait_and_is_named() {
     let problems = bundle.problems.take();
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert_eq!(problems[0].subject, "envoy/server_info.json");
-    assert_eq!(problems[0].code, codes::BUNDLE_PORT_SILENT);
+    assert_eq!(problems[0].code, Code::BundlePortSilent);
     assert!(problems[0].found.starts_with("no answer within 5 s"));
     assert!(unpacked(bundle).is_empty());
 }
@@ -109,9 +109,9 @@ async fn answers_of_any_kind_leave_a_file_or_a_problem() {
     let problems = bundle.problems.take();
     let found = problems.iter().map(|it| (it.code, it.subject.as_str()));
     let expected = [
-        (codes::BUNDLE_PAGE_MISSING, "missing"),
-        (codes::BUNDLE_PART_CUT, "text"),
-        (codes::BUNDLE_PART_CUT, "cut"),
+        (Code::BundlePageMissing, "missing"),
+        (Code::BundlePartCut, "text"),
+        (Code::BundlePartCut, "cut"),
     ];
     assert_eq!(Vec::from_iter(found), expected);
     let files = unpacked(bundle);
@@ -135,7 +135,7 @@ async fn an_answer_without_end_is_cut_off_when_the_time_is_over() {
     let bundle = bundle(Duration::from_millis(200));
     bundle.pages(port, &[("endless", "/", STATISTICS)]).await;
     let problems = bundle.problems.take();
-    assert_eq!(problems[0].code, codes::BUNDLE_PART_CUT);
+    assert_eq!(problems[0].code, Code::BundlePartCut);
     let text = &unpacked(bundle)["endless"];
     assert!(text.starts_with("a: 1\n") && text.ends_with("a: 1\n"));
 }
@@ -208,7 +208,7 @@ async fn without_agent_and_envoy_there_is_a_bundle_of_the_rest() {
         config: json!({ "flags": {} }),
     };
     let text = "inline_string \"hush\"";
-    let refused = Problem::new(codes::RESOURCE_REFUSED, "NACK of Listener", text);
+    let refused = Problem::new(Code::ResourceRefused, "NACK of Listener", text);
     let checks = vec![Check::from(&refused), Check::ok("process", "pid 7")];
     let report = Report::new("node".to_owned(), vec![Group::new("Envoy", checks)]);
     let doctor = async { Ok(report.judged(&PodState::NotReady, None)) };

@@ -16,7 +16,7 @@ use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 
 use crate::files::regular_file;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::trust::pem;
 
 /// Trusted certificates, and webpki's form of them.
@@ -166,8 +166,8 @@ pub(crate) fn read(roots: &Roots) -> Result<Arc<TrustAnchors>, Problem> {
 
 pub(crate) fn unusable(roots: &Roots, why: impl ToString) -> Problem {
     let code = match roots {
-        Roots::File(_) => codes::ISTIOD_ROOTS_UNUSABLE,
-        Roots::System(_) => codes::SYSTEM_ROOTS_UNUSABLE,
+        Roots::File(_) => Code::IstiodRootsUnusable,
+        Roots::System(_) => Code::SystemRootsUnusable,
     };
     Problem::new(code, format!("root certificates of {roots}"), why)
 }

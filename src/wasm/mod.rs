@@ -22,7 +22,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at};
 
 use crate::metrics::Registry;
 use crate::net::executor::ConnectionTasks;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use convert::Filter;
 pub(crate) use convert::{Rejected, wire};
 pub use fetch::Config as FetchConfig;
@@ -213,7 +213,7 @@ impl Wasm {
         let path = module.to_string_lossy();
         tracing::debug!(target: "wasm", "new extension config resource {name}, with module {path}");
         filter.with_module(&path).map_err(|error| {
-            Unusable::new("marshal_failure", (codes::WASM_CONFIGURATION, error.to_string()))
+            Unusable::new("marshal_failure", (Code::WasmConfiguration, error.to_string()))
         })
     }
 
@@ -240,7 +240,7 @@ impl Config {
             return Ok(());
         };
         let found = format!("{} {rule}", request.source.redacted());
-        Err(Unusable::fetch((codes::WASM_NOT_ALLOWED, found)))
+        Err(Unusable::fetch((Code::WasmNotAllowed, found)))
     }
 }
 

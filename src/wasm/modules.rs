@@ -22,7 +22,7 @@ use super::fetch::{Error, RESULTS};
 use super::request::Request;
 use crate::metrics::{Counters, Gauge, Histogram, Registry};
 use crate::net::executor::Executor;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::clock::after;
 use crate::runtime::duration::rounded;
@@ -176,7 +176,7 @@ impl Modules {
         let _ = fetching.changed().await;
         fetching.borrow().clone()?;
         let module = self.use_cached(request, &request.key).await?;
-        module.ok_or_else(|| (codes::WASM_CACHE, "the module vanished".to_owned()))
+        module.ok_or_else(|| (Code::WasmCache, "the module vanished".to_owned()))
     }
 
     /// Joins the fetch of a module, or starts it.
@@ -186,7 +186,7 @@ impl Modules {
         if let Some((_, result)) = fetches.get(&request.fetch_id) {
             return result.clone();
         }
-        let stopped = (codes::WASM_DOWNLOAD_FAILED, "the agent stops".to_owned());
+        let stopped = (Code::WasmDownloadFailed, "the agent stops".to_owned());
         let (done, result) = watch::channel(Err(stopped));
         let url = request.source.redacted();
         fetches.insert(request.fetch_id, (url.clone(), result.clone()));
@@ -198,7 +198,7 @@ impl Modules {
             let limit = request.time_limit;
             let fetched = timeout(limit, modules.fetch(&request)).await.unwrap_or_else(|_| {
                 let found = format!("{url} is not complete within {}", rounded(limit));
-                Err((codes::WASM_DOWNLOAD_FAILED, found))
+                Err((Code::WasmDownloadFailed, found))
             });
             if let Err((code, _)) = &fetched
                 && let Some((_, result)) = RESULTS.iter().find(|(counted, _)| counted == code)
@@ -265,7 +265,7 @@ impl Modules {
         let done = timeout(DISK_LIMIT, working).await;
         done.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).map_err(|error| {
             let directory = self.config.directory.display();
-            (codes::WASM_CACHE, format!("cannot store modules in {directory}: {error}"))
+            (Code::WasmCache, format!("cannot store modules in {directory}: {error}"))
         })
     }
 

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use zeroize::Zeroizing;
 
 use super::fetch::{Error, Reference, Source};
-use crate::problem::codes;
+use crate::problem::Code;
 
 pub(super) const PULL_SECRET: &str = "ISTIO_META_WASM_IMAGE_PULL_SECRET";
 pub(super) const PULL_POLICY: &str = "ISTIO_META_WASM_IMAGE_PULL_POLICY";
@@ -66,12 +66,12 @@ impl Request {
         let uri = remote.http_uri.ok_or_else(|| {
             let found =
                 format!("wasm remote fetch does not have httpUri specified for config {name}");
-            Unusable::new("miss_remote_fetch_hint", (codes::WASM_CONFIGURATION, found))
+            Unusable::new("miss_remote_fetch_hint", (Code::WasmConfiguration, found))
         })?;
         let pull_secret = variables.get(PULL_SECRET).cloned().map(Zeroizing::new);
         if pull_secret.as_ref().is_some_and(|secret| secret.is_empty()) {
             let found = format!("cannot fetch Wasm module {plugin}: missing image pulling secret");
-            return Err(Unusable::fetch((codes::WASM_CONFIGURATION, found)));
+            return Err(Unusable::fetch((Code::WasmConfiguration, found)));
         }
         let source = Source::parse(&uri.uri).map_err(Unusable::fetch)?;
         let image = source.image.as_ref();
@@ -120,7 +120,7 @@ impl Request {
                     self.source.redacted(),
                     found[0]
                 );
-                Err((codes::WASM_CHECKSUM, found))
+                Err((Code::WasmChecksum, found))
             }
             _ => Ok(()),
         }

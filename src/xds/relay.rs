@@ -44,7 +44,7 @@ use super::phase::{Event, IstiodStream, Phase, Requests};
 use super::running_interceptors::RunningInterceptors;
 use super::stream::StreamState;
 use crate::istiod::{Connection, Istiod, MAX_SILENCE};
-use crate::problem::{Problem, Repetition, codes};
+use crate::problem::{self, Problem, Repetition};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::clock::{later, until};
 
@@ -369,14 +369,14 @@ impl<'a> Relay<'a> {
             return Ok(());
         };
         tracing::warn!(target: "xdsproxy", id, "{problem}");
-        observer.metrics.alarms.with([problem.code.name]).inc();
+        observer.metrics.alarms.with([problem.code.name()]).inc();
         let replaced = &mut observer.history.lock().replaced;
         if replaced.is_some_and(|at| at.elapsed() < NEW_STREAM_INTERVAL) {
             return Ok(());
         }
         *replaced = Some(Instant::now());
         if let Some(stream) = self.phase.istiod_stream()
-            && problem.code == codes::DISCOVERY_STALLED
+            && problem.code == problem::Code::DiscoveryStalled
         {
             istiod.record_failure(&stream.connection, true, &problem);
         }
@@ -447,8 +447,8 @@ impl<'a> Relay<'a> {
     /// Explains a status of istiod's stream.
     fn explain(&self, status: &Status) -> Problem {
         let unimplemented = match self.config.protocol {
-            Protocol::Sotw => codes::ISTIOD_ERROR,
-            Protocol::Delta => codes::ISTIOD_WITHOUT_DELTA,
+            Protocol::Sotw => problem::Code::IstiodError,
+            Protocol::Delta => problem::Code::IstiodWithoutDelta,
         };
         self.config.istiod.explain(unimplemented, status)
     }

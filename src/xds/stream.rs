@@ -20,7 +20,7 @@ use super::relay::Verdict;
 use super::request::{Request, RequestReader, frame, without_nonce};
 use super::response::{Captured, Consumer, Output, Received, ResponseReader};
 use super::{LISTENER, Protocol};
-use crate::problem::{Problem, codes};
+use crate::problem::{self, Problem};
 
 /// The most responses that wait for interceptors while more are read from istiod.
 const MAX_INTERCEPTED: usize = 8;
@@ -255,7 +255,7 @@ impl StreamState {
             Outcome::Rejected(problem) => {
                 self.send_ack_or_nack(response, Some(&problem));
                 let found = format!("{} {} is refused", response.type_url, response.nonce);
-                let problem = Problem::new(codes::RESPONSE_REFUSED, problem, found);
+                let problem = Problem::new(problem::Code::ResponseRefused, problem, found);
                 tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
             }
             Outcome::Forward(message, second) => {

@@ -25,7 +25,7 @@ use crate::envoy::hot_restart::validate;
 use crate::envoy::inspect::{ServingResources, check_takeover};
 use crate::metrics::Counters;
 use crate::net::unix_socket;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::{BoxError, CancellationToken, Stop, StopAccepting, Urgency};
 use crate::standby::channel::{ANSWER_LIMIT, Channel, Hello, Message};
 use crate::standby::{Handover, Pair, Waiting, gate, socket};
@@ -72,7 +72,7 @@ impl Holder {
         let listener = match self.pair.listen() {
             Ok(listener) => listener,
             Err(error) => {
-                let problem = Problem::new(codes::STANDBY_UNUSABLE, "handover socket", error);
+                let problem = Problem::new(Code::StandbyUnusable, "handover socket", error);
                 tracing::error!("{}", problem.consequence("no handover is possible"));
                 return std::future::pending().await;
             }
@@ -189,7 +189,7 @@ impl Holder {
     /// Envoy has exited.
     async fn reclaim_base_id(&self, mut channel: Channel, other: &str, why: String) {
         let subject = format!("handover to container {other}");
-        tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, subject, &why));
+        tracing::error!("{}", Problem::new(Code::HandoverFailed, subject, &why));
         // The other agent may have exited.
         let _ = channel.send(&Message::Refused(why)).await;
         // The connection ends once the Envoy of the other agent has exited.
@@ -295,7 +295,7 @@ impl Successor {
             () = self.holder.stop.first_request() => return Ok(Exit::Requested),
         };
         let (channel, parent) = begun.inspect_err(|why| {
-            tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, "this container", why));
+            tracing::error!("{}", Problem::new(Code::HandoverFailed, "this container", why));
         })?;
         let pair = self.holder.pair.clone();
         let mut taking_over = pin!(self.take_over(channel, parent));
@@ -355,7 +355,7 @@ impl Successor {
             }
             Err(error) => {
                 let why = error.to_string();
-                tracing::error!("{}", Problem::new(codes::HANDOVER_FAILED, "this container", &why));
+                tracing::error!("{}", Problem::new(Code::HandoverFailed, "this container", &why));
                 // The other agent may have exited.
                 let _ = channel.send(&Message::Refused(why)).await;
                 self.holder.stop.request(Urgency::Kill, FAILED);

@@ -16,12 +16,12 @@ use crate::envoy::command::Takeover;
 use crate::envoy::launch::Prepared;
 use crate::files::permission::problem;
 use crate::files::regular_file::{self, MAX_SETTINGS};
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::BoxError;
 use crate::xds::CHANGING_METADATA;
 
 /// Problems of files without which Envoy can start.
-const UNREADABLE_FILE: [&Code; 2] = [codes::BOOTSTRAP_OVERRIDE_UNREADABLE, codes::FILE_UNREADABLE];
+const UNREADABLE_FILE: [Code; 2] = [Code::BootstrapOverrideUnreadable, Code::FileUnreadable];
 
 /// Reads the configuration again. May block.
 pub(crate) type Load = Arc<dyn Fn() -> Result<Config, Vec<Problem>> + Send + Sync>;

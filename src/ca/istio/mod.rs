@@ -18,7 +18,7 @@ use tonic::{Code, Status};
 use super::{Ca, Reached, SignError};
 use crate::istiod::refusal::MAX_MESSAGE;
 use crate::istiod::{Connection, Istiod};
-use crate::problem::{Repetition, codes};
+use crate::problem::{self, Repetition};
 use crate::proto::istio_v1_auth::IstioCertificateRequest;
 use crate::proto::istio_v1_auth::istio_certificate_service_client::IstioCertificateServiceClient;
 use crate::runtime::duration::rounded;
@@ -96,7 +96,7 @@ impl IstioCa {
         SignError {
             code: status.code(),
             message: status.message().chars().take(MAX_MESSAGE).collect(),
-            problem: self.istiod.explain(codes::ISTIOD_WITHOUT_CA, status),
+            problem: self.istiod.explain(problem::Code::IstiodWithoutCa, status),
         }
     }
 

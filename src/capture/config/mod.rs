@@ -11,7 +11,7 @@ use std::ops::RangeInclusive;
 use clap::Args;
 
 use crate::net::address::Cidr;
-use crate::problem::{Diagnostics, Problem, codes};
+use crate::problem::{Code, Diagnostics, Problem};
 
 /// User of the proxy, if neither the settings nor the machine name one.
 const PROXY_UID: u32 = 1337;
@@ -291,7 +291,7 @@ struct SettingsParser(Diagnostics);
 
 impl SettingsParser {
     fn problem(&mut self, subject: String, found: &str, expected: impl Into<Cow<'static, str>>) {
-        self.0.add(Problem::value(codes::CAPTURE_OPTION_INVALID, subject, found, expected));
+        self.0.add(Problem::value(Code::CaptureOptionInvalid, subject, found, expected));
     }
 
     fn list<T>(
@@ -358,7 +358,7 @@ impl SettingsParser {
             "TPROXY" => return Mode::Tproxy,
             "" | "REDIRECT" => {}
             found => {
-                let code = codes::CAPTURE_MODE_UNKNOWN;
+                let code = Code::CaptureModeUnknown;
                 self.0.warnings.push(Problem::value(code, flag(name), found, "REDIRECT or TPROXY"));
             }
         }
@@ -374,7 +374,7 @@ impl SettingsParser {
         }
         if host.nameservers.is_empty() {
             let expected = "a server in resolv.conf, or --capture-all-dns";
-            let code = codes::CAPTURE_OPTION_REPLACED;
+            let code = Code::CaptureOptionReplaced;
             let problem = Problem::value(code, flag("redirect_dns"), "true", expected);
             self.0.warnings.push(problem.consequence("DNS is not captured"));
         }

@@ -18,7 +18,7 @@ use super::rules::{
 };
 use crate::net::address::Cidr;
 use crate::net::netlink::nft_chains;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::program;
 
 /// Time limit of `nft`.
@@ -57,14 +57,14 @@ pub fn has_tables() -> bool {
 pub async fn read_rules(family: Family) -> Result<Layout, Problem> {
     parse(&nft(&["-j", "list", "ruleset"], "").await?, family).map_err(|error| {
         let found = format!("the output is not a rule set: {error}");
-        Problem::new(codes::CAPTURE_RULES_UNREADABLE, "`nft -j list ruleset`", found)
+        Problem::new(Code::CaptureRulesUnreadable, "`nft -j list ruleset`", found)
     })
 }
 
 async fn nft(arguments: &[&str], input: &str) -> Result<Vec<u8>, Problem> {
     let mut printed = program::run("nft", arguments, input, LIMIT).await;
     if let Err(problem) = &mut printed
-        && problem.code == codes::CAPTURE_PROGRAM_MISSING
+        && problem.code == Code::CaptureProgramMissing
     {
         problem.found = "nativeNftables is enabled, but the nft binary is missing in the sidecar container image".to_owned();
     }

@@ -11,7 +11,7 @@ use crate::capture::rules::{Family, Id};
 use crate::dns::forward::resolv_conf::ResolvConf;
 use crate::files::regular_file;
 use crate::net::address::Cidr;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::program;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -24,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), Problem> {
     let addresses = interfaces()?.into_iter().map(|interface| interface.ip());
     let (first, has_v6) = families(addresses, flags.dual_stack).ok_or_else(|| {
-        Problem::new(codes::CAPTURE_NO_ADDRESS, "pod", "no valid local IP address found")
+        Problem::new(Code::CaptureNoAddress, "pod", "no valid local IP address found")
     })?;
     let mut nameservers = Vec::new();
     if flags.settings.redirect_dns && !flags.settings.capture_all_dns {
@@ -40,7 +40,7 @@ pub(super) fn host(flags: &IptablesFlags) -> Result<(Host, Family), Problem> {
 
 pub(super) fn interfaces() -> Result<Vec<if_addrs::Interface>, Problem> {
     if_addrs::get_if_addrs()
-        .map_err(|error| capture::problem(codes::INTERFACES_UNREADABLE, "interfaces", error))
+        .map_err(|error| capture::problem(Code::InterfacesUnreadable, "interfaces", error))
 }
 
 /// Reads a list of users (`passwd`) or groups (`group`). Returns an empty text if it is unreadable.
@@ -95,7 +95,7 @@ pub(super) async fn resolve(config: &mut Config) -> Vec<Problem> {
         if let Id::Name(name) = id {
             let subject = format!("the {kind} in the arguments");
             let expected = format!("the name of a {kind} of this machine");
-            unknown.push(Problem::value(codes::CAPTURE_OPTION_INVALID, subject, name, expected));
+            unknown.push(Problem::value(Code::CaptureOptionInvalid, subject, name, expected));
         }
     }
     unknown

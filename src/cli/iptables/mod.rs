@@ -18,7 +18,7 @@ use crate::capture::{self, iptables, lock, nftables, routes, validation};
 use crate::config::environment::Environment;
 use crate::config::flags::Flag;
 use crate::files::replace_file::replace_file;
-use crate::problem::{Diagnostics, Problem, codes};
+use crate::problem::{Code, Diagnostics, Problem};
 use crate::program::PATH;
 use crate::runtime::exit_code::ExitCode;
 use crate::runtime::lifecycle::BoxError;
@@ -27,7 +27,7 @@ pub use flags::IptablesFlags;
 /// Returns the exit code of an error. The CNI plugin recognizes the code of a failed validation.
 pub fn exit_code(error: &BoxError) -> ExitCode {
     match error.downcast_ref::<Problem>() {
-        Some(it) if it.code == codes::CAPTURE_VALIDATION_FAILED => ExitCode::NotCaptured,
+        Some(it) if it.code == Code::CaptureValidationFailed => ExitCode::NotCaptured,
         _ => ExitCode::CaptureFailed,
     }
 }
@@ -121,7 +121,7 @@ fn read(arguments: &[String]) -> Result<IptablesFlags, BoxError> {
     if flags.verify || flags.explain.is_some() {
         for flag in ["--istio-service-cidr", "--istio-inbound-ports"] {
             if !is_given(arguments, flag) {
-                return Err(Problem::new(codes::CAPTURE_OPTION_MISSING, flag, "missing").into());
+                return Err(Problem::new(Code::CaptureOptionMissing, flag, "missing").into());
             }
         }
         if flags.skip_rule_apply {
@@ -173,7 +173,7 @@ async fn set_up(request: &Request<'_>, flags: &IptablesFlags) -> Result<(), Prob
     let config = request.config;
     let _lock = lock::acquire()
         .await
-        .map_err(|error| capture::problem(codes::CAPTURE_LOCKED, lock::NAMESPACE, error))?;
+        .map_err(|error| capture::problem(Code::CaptureLocked, lock::NAMESPACE, error))?;
     // Without routes marked packets are lost. Without rules routes have no effect, so they are added first.
     if !flags.cleanup_only {
         routes::add(config)?;
@@ -210,7 +210,7 @@ async fn dry_run(
     if !path.is_empty() {
         replace_file(Path::new(path), text.as_bytes(), 0o644).map_err(|error| {
             let subject = format!("--dry-run-file-path {path:?}");
-            capture::problem(codes::CAPTURE_OPTION_INVALID, subject, error)
+            capture::problem(Code::CaptureOptionInvalid, subject, error)
         })?;
     }
     Ok(text)

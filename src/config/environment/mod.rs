@@ -20,7 +20,7 @@ use indexmap::IndexSet;
 
 use super::{IGNORED, entries};
 use crate::envoy::restart_budget::Budget;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::duration;
 use crate::spelling;
 use crate::trust::compliance::Policy;
@@ -266,7 +266,7 @@ impl Environment {
                 return None;
             }
             let found = format!("unknown variable{}", spelling::hint(name, PREFIX, &known));
-            Some(Problem::new(codes::SETTING_UNKNOWN, format!("{PREFIX}{name}"), found))
+            Some(Problem::new(Code::SettingUnknown, format!("{PREFIX}{name}"), found))
         })
     }
 

@@ -19,7 +19,7 @@ use super::pod::Pairs;
 use super::{HOST_PORT, NOWHERE, below, statsd, validate};
 use crate::files::regular_file::{self, MAX_SETTINGS};
 use crate::net::address;
-use crate::problem::{Code, Diagnostics, Problem, codes};
+use crate::problem::{Code, Diagnostics, Problem};
 use crate::proxy_config::yaml::{self, Node, Tree};
 use crate::proxy_config::{AuthenticationPolicy, ProxyConfig, proxy_config::ClusterName};
 
@@ -92,8 +92,8 @@ fn merge_without_flags(
         Ok(text) => merged.merge_mesh(&origin, &text),
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => {
-            let problem = Problem::new(codes::FILE_UNREADABLE, origin, error);
-            merged.notes.add(problem.consequence(codes::FILE_MISSING.consequence));
+            let problem = Problem::new(Code::FileUnreadable, origin, error);
+            merged.notes.add(problem.consequence(Code::FileMissing.consequence()));
         }
     }
     let variable = &environment::PROXY_CONFIG;
@@ -110,7 +110,7 @@ fn apply_late_annotations(merged: &mut Merged, annotations: &Pairs) {
         merged.config.discovery_address.clone_from(address);
         merged.set_origin("discoveryAddress", ADDRESS_ANNOTATION);
         if address::split(address).is_none() {
-            merged.problem(codes::SETTING_INVALID, "discoveryAddress", address, HOST_PORT);
+            merged.problem(Code::SettingInvalid, "discoveryAddress", address, HOST_PORT);
         }
     }
     let Some(text) = annotations.get(STATUS_PORT_ANNOTATION) else {
@@ -121,7 +121,7 @@ fn apply_late_annotations(merged: &mut Merged, annotations: &Pairs) {
         merged.set_origin("statusPort", STATUS_PORT_ANNOTATION);
     } else {
         // A typing error must not switch the status server off.
-        let code = codes::STATUS_PORT_ANNOTATION;
+        let code = Code::StatusPortAnnotation;
         let expected = "a port, or 0 for no status server";
         merged.notes.warnings.push(Problem::value(code, STATUS_PORT_ANNOTATION, text, expected));
     }
@@ -134,7 +134,7 @@ fn apply_discovery_addresses(merged: &mut Merged, env: &Environment) {
     for address in &addresses {
         if address::split(address).is_none() {
             let expected = format!("{HOST_PORT}, separated by commas");
-            merged.notes.add(Problem::value(codes::SETTING_INVALID, NAME, address, expected));
+            merged.notes.add(Problem::value(Code::SettingInvalid, NAME, address, expected));
         }
     }
     if let Some(first) = addresses.into_iter().next() {
@@ -151,7 +151,7 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
     if !custom.is_empty() {
         if !below(root, &custom).is_file() {
             let expected = "an existing file, Envoy's bootstrap";
-            merged.problem(codes::FILE_MISSING, "customConfigFile", &custom, expected);
+            merged.problem(Code::FileMissing, "customConfigFile", &custom, expected);
         }
         return;
     }
@@ -159,7 +159,7 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
         merged.config.proxy_bootstrap_template_path = flags.template_file.clone();
         merged.set_origin(MEMBER, "--templateFile");
     }
-    let code = codes::BOOTSTRAP_TEMPLATE_SET;
+    let code = Code::BootstrapTemplateSet;
     let expected = "nothing: this agent writes the bootstrap itself";
     let member = merged.config.proxy_bootstrap_template_path.clone();
     if is_foreign_template(&member) {
@@ -177,7 +177,7 @@ fn apply_template(merged: &mut Merged, flags: &ProxyFlags, env: &Environment, ro
 fn set_threads(merged: &mut Merged, flag: u32, cpu_limit: u32) {
     let (threads, origin) = if flag != 0 {
         let found = format!("{flag} overrides concurrency of ProxyConfig");
-        let code = codes::FLAG_OVERRIDES_CONFIG;
+        let code = Code::FlagOverridesConfig;
         merged.notes.warnings.push(Problem::new(code, "--concurrency", found));
         (flag, "--concurrency")
     } else if merged.config.concurrency.is_none() && cpu_limit != 0 {
@@ -278,7 +278,7 @@ impl Merged {
     /// Reports a problem with the value at `path`.
     pub(super) fn problem(
         &mut self,
-        code: &'static Code,
+        code: Code,
         path: &str,
         found: impl ToString,
         expected: impl Into<Cow<'static, str>>,

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::HOST_PORT;
 use super::merged::Merged;
 use crate::net::address;
-use crate::problem::codes;
+use crate::problem::Code;
 
 /// The minimum values of members that may be missing. The minimum window sizes are HTTP/2's.
 const MINIMA: [(&str, i64); 8] = [
@@ -134,7 +134,7 @@ impl<'a> Rules<'a> {
 
     fn expect(&mut self, is_valid: bool, path: &str, found: impl Display, expected: &str) {
         if !is_valid {
-            self.merged.problem(codes::SETTING_INVALID, path, found, expected.to_owned());
+            self.merged.problem(Code::SettingInvalid, path, found, expected.to_owned());
         }
     }
 }

@@ -9,7 +9,7 @@ use super::Forwarder;
 use super::message::Query;
 use crate::dns::metrics::rcode_name;
 use crate::dns::{Transport, wire};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Wait before the query is sent again, because packets get lost.
 const TRY: Duration = Duration::from_millis(500);
@@ -24,7 +24,7 @@ impl Forwarder {
     /// that is valid, so that this agent recognises the query if it comes back.
     pub async fn probe(&self, server: SocketAddr, domain: &str) -> Result<&'static str, Problem> {
         let subject = format!("resolver {server}");
-        let unreachable = codes::DNS_RESOLVER_UNREACHABLE;
+        let unreachable = Code::DnsResolverUnreachable;
         let Some(query) = Query::parse(probe_query(domain).into()) else {
             return Err(Problem::new(unreachable, subject, "no question"));
         };
@@ -37,7 +37,7 @@ impl Forwarder {
             let received = timeout(TRY, sent).await;
             if slot.query.has_returned() {
                 let found = "its queries come back to this agent";
-                return Err(Problem::new(codes::DNS_LOOP, subject, found));
+                return Err(Problem::new(Code::DnsLoop, subject, found));
             }
             let rcode = match received {
                 Ok(Ok(reply)) => rcode_name(reply.rcode().into()),
@@ -48,11 +48,11 @@ impl Forwarder {
                 return Ok(rcode);
             }
             let found = format!("answers {rcode}");
-            return Err(Problem::new(codes::DNS_RESOLVER_REFUSES, subject, found));
+            return Err(Problem::new(Code::DnsResolverRefuses, subject, found));
         }
         let limit = TRY.saturating_mul(TRIES).as_secs_f64();
         let found = format!("no answer within {limit:.1} s");
-        Err(Problem::new(codes::DNS_RESOLVER_SILENT, subject, found))
+        Err(Problem::new(Code::DnsResolverSilent, subject, found))
     }
 }
 
@@ -91,20 +91,17 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_probe_says_what_a_server_answers_or_why_it_does_not() {
-        let refuses = codes::DNS_RESOLVER_REFUSES;
+        let refuses = Code::DnsResolverRefuses;
         for (rcode, expected) in [(0, Ok("NOERROR")), (2, Err(refuses)), (3, Ok("NXDOMAIN"))] {
             let server = Upstream::answering(move |_| Answer::rcode(rcode)).await;
             assert_eq!(probed(server.address).await.map_err(|it| it.code), expected);
         }
         let silent = Upstream::silent().await;
         let late = probed(silent.address).await.expect_err("late");
-        assert_eq!(
-            (late.code, &*late.found),
-            (codes::DNS_RESOLVER_SILENT, "no answer within 1.5 s")
-        );
+        assert_eq!((late.code, &*late.found), (Code::DnsResolverSilent, "no answer within 1.5 s"));
         assert_eq!(silent.seen().len(), 3);
         let refused = probed(unused_address().await).await.expect_err("refused");
-        assert_eq!(refused.code, codes::DNS_RESOLVER_UNREACHABLE);
+        assert_eq!(refused.code, Code::DnsResolverUnreachable);
     }
 
     proptest! {

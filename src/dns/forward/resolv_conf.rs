@@ -8,7 +8,7 @@ use std::net::{Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::path::Path;
 
 use crate::files::regular_file;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// Real files are much smaller.
 const MAX_BYTES: u64 = 64 * 1024;
@@ -30,7 +30,7 @@ pub struct ResolvConf {
 impl ResolvConf {
     /// Reads and parses the file. Fails only if it cannot be read.
     pub fn read(path: &Path) -> Result<Self, Problem> {
-        let code = codes::DNS_RESOLV_CONF_UNREADABLE;
+        let code = Code::DnsResolvConfUnreadable;
         let bytes = regular_file::read(path, MAX_BYTES)
             .map_err(|error| Problem::new(code, path.display(), error))?;
         Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
@@ -39,7 +39,7 @@ impl ResolvConf {
     /// Removes the agent's `own` addresses from the servers. Returns the problems of the file at `path`,
     /// the worst one last.
     pub fn remove_own(&mut self, own: &[SocketAddr], path: &Path) -> Vec<Problem> {
-        let code = codes::DNS_RESOLVER_INVALID;
+        let code = Code::DnsResolverInvalid;
         let mut problems = Vec::new();
         for line in &self.unusable {
             problems.push(Problem::new(code, path.display(), format!("{line:?}")));
@@ -49,7 +49,7 @@ impl ResolvConf {
             problems.push(Problem::new(code, path.display(), found));
         }
         if self.nameservers.is_empty() {
-            let code = codes::DNS_RESOLVER_MISSING;
+            let code = Code::DnsResolverMissing;
             let found = "names no resolver other than this agent";
             problems.push(Problem::new(code, path.display(), found));
         }

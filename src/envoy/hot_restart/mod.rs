@@ -29,7 +29,7 @@ use super::launch::{Launch, Prepared};
 use super::machine::{EndBy, Event as EnvoyEvent};
 use super::{Config, warn};
 use crate::metrics::{Counters, Registry};
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::duration::rounded;
 use crate::runtime::lifecycle::{BoxError, with_causes};
 use machine::{Action, Event, Machine, Phase};
@@ -179,7 +179,7 @@ impl HotRestart {
         }
         let cleared = self.base_id().map(BaseId::clear_initializing_flag);
         if let Some(Err(error)) = &cleared {
-            tracing::warn!(%error, "no handover is possible until Envoy restarts: its shared memory cannot be written");
+            tracing::warn!(%error, "no other Envoy can take over until Envoy restarts: its shared memory cannot be written");
         }
         self.apply(Event::Reclaim { is_flag_clear: matches!(cleared, Some(Ok(()))) })
     }
@@ -476,7 +476,7 @@ impl HotRestart {
         };
         self.unavailable = chosen.as_ref().err().map(ToString::to_string);
         if let Some(why) = &self.unavailable {
-            tracing::error!("{}", Problem::new(codes::HOT_RESTART_UNAVAILABLE, "Envoy", why));
+            tracing::error!("{}", Problem::new(Code::HotRestartUnavailable, "Envoy", why));
         }
         chosen.ok()
     }
@@ -525,11 +525,11 @@ impl HotRestart {
             Outcome::Succeeded => "full",
             Outcome::Unchanged => "unchanged",
             Outcome::Refused => {
-                log_error(codes::HOT_RESTART_REFUSED, "hot restart rejected", why);
+                log_error(Code::HotRestartRefused, "hot restart rejected", why);
                 "refused"
             }
             Outcome::Failed => {
-                log_error(codes::HOT_RESTART_FAILED, "hot restart failed", why);
+                log_error(Code::HotRestartFailed, "hot restart failed", why);
                 "failed"
             }
             Outcome::Abandoned => {
@@ -667,7 +667,7 @@ async fn discard(sockets: Option<&[UnixDatagram; 2]>) -> Infallible {
     std::future::pending().await
 }
 
-fn log_error(code: &'static Code, subject: &str, why: &str) {
+fn log_error(code: Code, subject: &str, why: &str) {
     tracing::error!("{}", Problem::new(code, subject, why));
 }
 

@@ -8,11 +8,11 @@ use super::hold;
 use crate::istiod::fake::{Fake, plaintext, run};
 use crate::istiod::hosts::{Hosts, RETURN_AFTER};
 use crate::istiod::{Body, Config};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::duration::scaled;
 
 fn why() -> Problem {
-    Problem::new(codes::ISTIOD_ERROR, "istiod", "why")
+    Problem::new(Code::IstiodError, "istiod", "why")
 }
 
 fn several(addresses: &[impl std::fmt::Display]) -> Config {

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::fake::{self, Authority, Clients, Fake, Files, HELD, NAME, encrypted, plaintext, run};
 use crate::metrics::Registry;
 use crate::net::dial::proxy::Proxy;
-use crate::problem::{Code, codes};
+use crate::problem::Code;
 
 use super::{Body, Config, Connection, Istiod, Limits, Security, token};
 
@@ -24,7 +24,7 @@ fn short(config: &mut Config) {
 }
 
 /// Dials, and checks that the dial fails with this code and that the problem contains these words.
-async fn assert_dial_fails(config: Config, code: &'static Code, words: &str) {
+async fn assert_dial_fails(config: Config, code: Code, words: &str) {
     let (istiod, _tasks) = run(config);
     let problem = istiod.try_connection().await.unwrap_err();
     assert_eq!(problem.code, code, "{problem}");
@@ -247,7 +247,7 @@ async fn one_call_gets_the_error_of_a_refused_dial_and_another_waits() {
     let address = unused_address().await;
     let (istiod, _tasks) = run(plaintext(address));
     let problem = istiod.try_connection().await.unwrap_err();
-    assert_eq!(problem.code, codes::ISTIOD_CONNECTION_REFUSED);
+    assert_eq!(problem.code, Code::IstiodConnectionRefused);
     let found = format!("cannot connect to {address}: Connection refused");
     assert!(problem.found.starts_with(&found), "{problem}");
     let waiting = {
@@ -267,14 +267,14 @@ async fn errors_for_an_unreachable_address_or_proxy_name_its_setting() {
     let mut authority = plaintext(address);
     authority.setting = "CA_ADDR";
     let subject = format!("istiod at {address} (CA_ADDR): ");
-    assert_dial_fails(authority.clone(), codes::ISTIOD_CONNECTION_REFUSED, &subject).await;
+    assert_dial_fails(authority.clone(), Code::IstiodConnectionRefused, &subject).await;
     authority.address = "istiod".to_owned();
-    assert_dial_fails(authority.clone(), codes::ISTIOD_ADDRESS_INVALID, "host:port").await;
+    assert_dial_fails(authority.clone(), Code::IstiodAddressInvalid, "host:port").await;
     authority.address = "istiod.invalid:15012".to_owned();
-    assert_dial_fails(authority.clone(), codes::ISTIOD_NAME_NOT_RESOLVED, "/etc/resolv.conf").await;
+    assert_dial_fails(authority.clone(), Code::IstiodNameNotResolved, "/etc/resolv.conf").await;
     authority.proxy = Proxy::parse(&address.to_string());
     let found = format!("by the proxy {address} (HTTPS_PROXY): cannot connect to");
-    let code = codes::ISTIOD_PROXY_UNREACHABLE;
+    let code = Code::IstiodProxyUnreachable;
     assert_dial_fails(authority.clone(), code, &found).await;
     assert_dial_fails(authority, code, "correct `HTTPS_PROXY`").await;
 }
@@ -288,7 +288,7 @@ async fn a_silent_peer_times_out() {
     let roots = files.write("root.pem", &Authority::new("root").pem());
     let mut config = encrypted(address, &roots);
     short(&mut config);
-    let (silent, unreachable) = (codes::ISTIOD_TIMEOUT, codes::ISTIOD_PROXY_UNREACHABLE);
+    let (silent, unreachable) = (Code::IstiodTimeout, Code::IstiodProxyUnreachable);
     assert_dial_fails(config, silent, "timed out after 200 ms in the TLS handshake").await;
     let mut config = plaintext(address);
     short(&mut config);
@@ -330,8 +330,8 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
     let http = b"HTTP/1.1 400 Bad Request\r\n\r\n";
     // A fatal TLS alert: handshake_failure.
     let alert = &[0x15, 3, 3, 0, 2, 2, 40];
-    let (refused, other) = (codes::ISTIOD_TLS_REFUSED, codes::ISTIOD_NOT_GRPC);
-    let lost = codes::ISTIOD_CONNECTION_LOST;
+    let (refused, other) = (Code::IstiodTlsRefused, Code::IstiodNotGrpc);
+    let lost = Code::IstiodConnectionLost;
     let table: [(bool, &[u8], _, &str); 7] = [
         (false, http, other, "it answered \"HTTP/1.1 \" instead of HTTP/2"),
         (false, b"hm", other, "it closed the connection"),
@@ -343,7 +343,7 @@ async fn the_error_quotes_a_peer_that_does_not_speak_http2() {
             lost,
             "it sent GOAWAY ENHANCE_YOUR_CALM \"bye\"",
         ),
-        (true, http, codes::ISTIOD_NOT_TLS, "it answered without TLS"),
+        (true, http, Code::IstiodNotTls, "it answered without TLS"),
         (true, alert, refused, "received fatal alert"),
         (true, b"", refused, "it closed the connection"),
     ];
@@ -368,7 +368,7 @@ async fn a_reset_before_http2_is_not_taken_for_another_protocol() {
             rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).unwrap();
         }
     });
-    assert_dial_fails(config, codes::ISTIOD_CONNECTION_LOST, "a load balancer").await;
+    assert_dial_fails(config, Code::IstiodConnectionLost, "a load balancer").await;
 }
 
 #[tokio::test]
@@ -391,7 +391,7 @@ async fn the_reason_in_a_goaway_is_the_last_error_with_its_remedy() {
         }
         tokio::task::yield_now().await;
     };
-    assert_eq!(problem.code, codes::ISTIOD_UNAVAILABLE);
+    assert_eq!(problem.code, Code::IstiodUnavailable);
     let found = "it ended the connection with GOAWAY ENHANCE_YOUR_CALM \"too_many_pings\"";
     assert_eq!(problem.found, found);
     assert!(problem.remedy.contains("GRPC_KEEPALIVE_INTERVAL"), "{problem}");
@@ -482,7 +482,7 @@ async fn the_connection_task_ends_when_stopped_or_when_all_handles_are_dropped()
         stop.cancel();
     });
     for error in [istiod.connection().await, istiod.try_connection().await] {
-        assert_eq!(error.unwrap_err().code, codes::AGENT_STOPPING);
+        assert_eq!(error.unwrap_err().code, Code::AgentStopping);
     }
 
     let (istiod, run) =

@@ -3,7 +3,7 @@ use tonic::Code;
 use super::assert_dial_fails;
 use crate::istiod::fake::{self, Authority, Clients, Fake, Files, NAME, encrypted, run};
 use crate::istiod::{Config, Security, open_probe, tls};
-use crate::problem::codes;
+use crate::problem;
 use crate::trust::compliance::Policy;
 
 fn client(config: &mut Config) -> &mut Option<tls::ClientCertificate> {
@@ -22,20 +22,20 @@ async fn refuses_a_certificate_for_another_name_or_of_another_root() {
     let roots = files.write("root.pem", &authority.pem());
     let names = format!("its certificate is not for {NAME:?}, but for other.example");
     let config = encrypted(fake.address, &roots);
-    assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_NAME, &names).await;
+    assert_dial_fails(config, problem::Code::IstiodCertificateName, &names).await;
     let roots = files.write("root.pem", &Authority::new("another").pem());
     let signed = format!("its certificate is not signed by a root of {}", roots.display());
     let config = encrypted(fake.address, &roots);
-    assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
+    assert_dial_fails(config, problem::Code::IstiodCertificateUntrusted, &signed).await;
     // The roots of two meshes may have the same name.
     let roots = files.write("root.pem", &Authority::new("root").pem());
     let config = encrypted(fake.address, &roots);
-    assert_dial_fails(config, codes::ISTIOD_CERTIFICATE_UNTRUSTED, &signed).await;
+    assert_dial_fails(config, problem::Code::IstiodCertificateUntrusted, &signed).await;
     let mut config = encrypted(fake.address, &roots);
     if let Security::Tls(tls) = &mut config.security {
         tls.server_name = "not a name".to_owned();
     }
-    assert_dial_fails(config, codes::ISTIOD_SAN_INVALID, "\"not a name\"").await;
+    assert_dial_fails(config, problem::Code::IstiodSanInvalid, "\"not a name\"").await;
 }
 
 #[tokio::test]
@@ -46,12 +46,12 @@ async fn an_expired_or_future_istiod_certificate_is_reported_with_both_dates() {
     for (years, code, expected) in [
         (
             [2000, 2020],
-            codes::ISTIOD_CERTIFICATE_EXPIRED,
+            problem::Code::IstiodCertificateExpired,
             "its certificate expired 2020-01-01T00:00:00Z, ",
         ),
         (
             [2190, 2999],
-            codes::ISTIOD_CERTIFICATE_NOT_YET_VALID,
+            problem::Code::IstiodCertificateNotYetValid,
             "its certificate is not valid before 2190-01-01T00:00:00Z, ",
         ),
     ] {
@@ -82,7 +82,7 @@ async fn istiods_ca_certificate_is_accepted_if_a_root_has_signed_it() {
             continue;
         }
         let cause = open_probe(&config, config.limits.total).await.unwrap_err();
-        assert_eq!(cause.code, codes::ISTIOD_CERTIFICATE_UNUSABLE);
+        assert_eq!(cause.code, problem::Code::IstiodCertificateUnusable);
         let text = cause.to_string();
         let certificate = "the certificate CN=istiod, issued by CN=middle, is a CA's (CA:TRUE)";
         assert!(text.contains(certificate), "{text}");
@@ -98,7 +98,7 @@ async fn a_server_without_http2_in_alpn_is_refused() {
     let fake = Fake::start(Some(tls)).await;
     let roots = Files::new();
     let roots_path = roots.write("root.pem", &authority.pem());
-    let (config, code) = (encrypted(fake.address, &roots_path), codes::ISTIOD_NOT_GRPC);
+    let (config, code) = (encrypted(fake.address, &roots_path), problem::Code::IstiodNotGrpc);
     assert_dial_fails(config, code, "does not offer HTTP/2 over TLS (ALPN)").await;
 }
 
@@ -152,7 +152,7 @@ async fn a_client_key_that_cannot_be_used_is_an_error() {
             chain: files.write("cert-chain.pem", &pair.chain),
             key: files.write("key.pem", key),
         });
-        assert_dial_fails(config, codes::CLIENT_CERTIFICATE_UNUSABLE, expected).await;
+        assert_dial_fails(config, problem::Code::ClientCertificateUnusable, expected).await;
     }
 }
 

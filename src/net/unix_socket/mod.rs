@@ -28,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 use crate::files::permission;
 use crate::files::regular_file::if_exists;
 use crate::net::executor::ConnectionTasks;
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::BoxError;
 use access::Access;
 use authority::valid_authority;
@@ -70,7 +70,7 @@ pub fn bind(path: &Path) -> Result<Listener, Problem> {
     let length = path.as_os_str().len();
     if length > MAX_PATH {
         let found = format!("it has {length} bytes, a socket address holds {MAX_PATH}");
-        return Err(problem(codes::SOCKET_PATH_TOO_LONG, path, found));
+        return Err(problem(Code::SocketPathTooLong, path, found));
     }
     if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
         fs::DirBuilder::new()
@@ -127,7 +127,7 @@ pub fn is_link_to_container(path: &Path) -> bool {
 /// Like [`bind`], but also takes a socket on which another process listens, and logs this as an error.
 pub fn replace(path: &Path) -> Result<Listener, Problem> {
     match bind(path) {
-        Err(taken) if taken.code == codes::SOCKET_TAKEN => {
+        Err(taken) if taken.code == Code::SocketTaken => {
             tracing::error!("{}", taken.consequence("it gets no more connections"));
             fs::remove_file(path)
                 .map_err(io_problem(path, "remove the socket of another process"))?;
@@ -142,7 +142,7 @@ fn io_problem(path: &Path, action: &'static str) -> impl Fn(io::Error) -> Proble
     move |error| permission::problem(action, path, error)
 }
 
-fn problem(code: &'static Code, path: &Path, found: impl ToString) -> Problem {
+fn problem(code: Code, path: &Path, found: impl ToString) -> Problem {
     Problem::new(code, format!("socket {}", path.display()), found)
 }
 
@@ -157,7 +157,7 @@ fn remove_stale(path: &Path) -> Result<(), Problem> {
         return remove_directory(path);
     }
     if let (true, Ok(pid)) = (kind.is_socket(), find_listener(path)) {
-        return Err(problem(codes::SOCKET_TAKEN, path, format!("process {pid} listens on it")));
+        return Err(problem(Code::SocketTaken, path, format!("process {pid} listens on it")));
     }
     fs::remove_file(path).map_err(io_problem(path, "remove the stale socket"))
 }
@@ -166,7 +166,7 @@ fn remove_stale(path: &Path) -> Result<(), Problem> {
 fn remove_directory(path: &Path) -> Result<(), Problem> {
     fs::remove_dir(path).map_err(|error| {
         let found = format!("a directory is in its place, which cannot be removed: {error}");
-        problem(codes::SOCKET_DIRECTORY, path, found)
+        problem(Code::SocketDirectory, path, found)
     })
 }
 
@@ -354,7 +354,7 @@ mod tests {
         fs::write(path.join("file"), "").unwrap();
         let own = container_path(&path, "istio-proxy");
         for problem in [bind(&path).map(drop), link(&path, &own)] {
-            assert_eq!(problem.unwrap_err().code, codes::SOCKET_DIRECTORY);
+            assert_eq!(problem.unwrap_err().code, Code::SocketDirectory);
         }
         fs::remove_file(path.join("file")).unwrap();
         // The socket is removed with its listener.

@@ -47,7 +47,7 @@ async fn applications_that_misbehave_are_errors_within_the_timeout() {
     let probe = probe(&stopped);
     drop(stopped);
     let error = client(true, false).probe(&probe, &HeaderMap::new()).await;
-    assert_eq!(error.unwrap_err().code, codes::PROBE_PORT_CLOSED);
+    assert_eq!(error.unwrap_err().code, Code::ProbePortClosed);
 }
 
 #[tokio::test]

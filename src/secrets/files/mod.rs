@@ -24,7 +24,7 @@ use super::name::Name;
 use super::trust::MeshBundle;
 use super::{Roots, Secret};
 use crate::metrics::Registry;
-use crate::problem::{Code, Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::Clock;
 use source::Source;
 pub use subscription::Subscription;
@@ -100,7 +100,7 @@ pub fn new(
 
 /// Returns true if there are files, usable or not. Files the agent may not read count as absent.
 fn exists(state: &SecretState) -> bool {
-    const ABSENT: [&Code; 2] = [codes::SECRET_FILE_MISSING, codes::SECRET_FILE_UNREADABLE];
+    const ABSENT: [Code; 2] = [Code::SecretFileMissing, Code::SecretFileUnreadable];
     match state {
         SecretState::Unsigned | SecretState::Reading => false,
         SecretState::Unusable(problem) => !ABSENT.contains(&problem.code),

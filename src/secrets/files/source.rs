@@ -11,7 +11,7 @@ use std::sync::Arc;
 use zeroize::Zeroizing;
 
 use crate::files::regular_file;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::secrets::certificate::{Certificate, Secret};
 use crate::secrets::trust::Roots;
 use crate::secrets::x509;
@@ -95,8 +95,8 @@ fn read_pair(chain_path: &Path, key_path: &Path) -> Result<Checked, Problem> {
 /// Returns the problem of a file, which counts as missing if it is empty.
 fn unusable(path: &Path, bytes: usize, found: x509::Error) -> Problem {
     let code = match bytes {
-        0 => codes::SECRET_FILE_MISSING,
-        _ => codes::SECRET_FILE_UNUSABLE,
+        0 => Code::SecretFileMissing,
+        _ => Code::SecretFileUnusable,
     };
     Problem::new(code, path.display(), found)
 }
@@ -105,8 +105,8 @@ fn unusable(path: &Path, bytes: usize, found: x509::Error) -> Problem {
 fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, Problem> {
     regular_file::read(path, MAX_FILE).map_err(|error| {
         let code = match error.kind() {
-            io::ErrorKind::NotFound => codes::SECRET_FILE_MISSING,
-            _ => codes::SECRET_FILE_UNREADABLE,
+            io::ErrorKind::NotFound => Code::SecretFileMissing,
+            _ => Code::SecretFileUnreadable,
         };
         Problem::new(code, path.display(), error)
     })

@@ -10,7 +10,7 @@ use tokio::sync::{Notify, watch};
 
 use super::source::Source;
 use crate::files::file_watch::FileWatch;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::secrets::Secret;
 
 #[derive(Clone, Debug)]
@@ -74,7 +74,7 @@ impl Table {
             return entry.state();
         }
         let found = format!("{MAX_SOURCES} secrets are read from files already");
-        SecretState::Unusable(Arc::new(Problem::new(codes::SECRET_FILES_TOO_MANY, source, found)))
+        SecretState::Unusable(Arc::new(Problem::new(Code::SecretFilesTooMany, source, found)))
     }
 
     /// Returns the entry of a source, which is read from now on. None if there are [`MAX_SOURCES`] already.

@@ -19,7 +19,7 @@ use super::source::{Checked, Source};
 use super::table::{Entry, SecretState, Table};
 use crate::files::file_watch::FileWatch;
 use crate::metrics::{Counter, Registry};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::{Clock, after};
 use crate::secrets::Secret;
 
@@ -136,7 +136,7 @@ impl Watcher {
 
     fn report_unwatched(&self, what: impl ToString, error: &io::Error) {
         self.watcher_failures.inc();
-        let problem = Problem::new(codes::SECRET_FILES_NOT_WATCHED, what, error);
+        let problem = Problem::new(Code::SecretFilesNotWatched, what, error);
         tracing::error!(target: "cache", "certificate watch error: {problem}");
     }
 
@@ -238,14 +238,14 @@ impl Watcher {
                     );
                 }
                 if let Some(found) = non_pem_text {
-                    let problem = Problem::new(codes::CERTIFICATES_LEFT_OUT, subject, found);
+                    let problem = Problem::new(Code::CertificatesLeftOut, subject, found);
                     tracing::warn!(target: "cache", "{problem}");
                 }
                 content.state = SecretState::Available(secret);
             }
             Err(mut problem) => {
                 // A missing or empty optional file is not a failure, unless it was usable before.
-                let is_absent = problem.code == codes::SECRET_FILE_MISSING;
+                let is_absent = problem.code == Code::SecretFileMissing;
                 let is_failure = is_available || !entry.is_optional || !is_absent;
                 if is_available {
                     problem = problem.consequence("the secret that was read before stays in use");

@@ -19,7 +19,7 @@ use super::name::Name;
 use super::{Roots, Secret, Secrets, Subscription};
 use crate::files::directory::Directory;
 use crate::files::permission::explained;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::backoff::Backoff;
 use crate::runtime::duration::rounded;
 
@@ -73,7 +73,7 @@ pub async fn run(config: Config, secrets: Option<Secrets>, files: Files) {
 pub fn problem(config: &Config, error: io::Error) -> Problem {
     let found = explained(&config.directory, error);
     let subject = format!("OUTPUT_CERTS={}", config.directory.display());
-    Problem::new(codes::OUTPUT_CERTS_UNWRITABLE, subject, found)
+    Problem::new(Code::OutputCertsUnwritable, subject, found)
 }
 
 /// Writes `contents`, in the order of [`NAMES`].

@@ -94,7 +94,7 @@ async fn a_certificate_that_cannot_be_cached_is_known_until_one_is() {
     let first = fixture.first().await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     let problem = fixture.secrets.latest().uncached.expect("a problem");
-    assert_eq!(problem.code, codes::CERTIFICATE_CACHE_UNWRITABLE);
+    assert_eq!(problem.code, problem::Code::CertificateCacheUnwritable);
     fs::remove_file(&place).expect("removed");
     fixture.renewed(&first).await;
     tokio::time::sleep(Duration::from_secs(1)).await;

@@ -450,7 +450,7 @@ async fn a_failure_is_two_lines_and_repetitions_follow_at_growing_intervals() {
 async fn the_problem_names_the_cause_the_expiry_and_since_when_renewals_fail() {
     let mut fixture = start(config(), Answer::Waits);
     let code = |fixture: &Fixture| fixture.secrets.problem().map(|problem| problem.code);
-    assert_eq!(code(&fixture), Some(codes::CERTIFICATE_NOT_ISSUED));
+    assert_eq!(code(&fixture), Some(problem::Code::CertificateNotIssued));
     fixture.authority.set(Answer::Signed);
     fixture.first().await;
     assert_eq!(code(&fixture), None);
@@ -463,7 +463,7 @@ async fn the_problem_names_the_cause_the_expiry_and_since_when_renewals_fail() {
     assert!(problem.found.contains(since), "{problem}");
     fixture.state_after(|state| state.workload.is_none()).await;
     let problem = fixture.secrets.problem().expect("has expired");
-    assert_eq!(problem.code, codes::CERTIFICATE_EXPIRED);
+    assert_eq!(problem.code, problem::Code::CertificateExpired);
     assert_eq!(problem.remedy, cause.remedy);
     for words in [
         "expired at 2026-02-03T02:40:00Z; renewals fail: ",

@@ -8,7 +8,7 @@ use tonic::Code;
 use super::certificate::{Certificate, Workload};
 use super::fake_authority::{Answer, FakeAuthority, clock, config};
 use super::*;
-use crate::problem::codes;
+use crate::problem;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -173,7 +173,7 @@ async fn requests_are_sent_one_at_a_time_and_time_out() {
     let mut fixture = start(config(), Answer::Waits);
     let state = fixture.state_after(|state| state.failure.is_some()).await;
     let problem = state.failure.expect("is there").problem;
-    assert_eq!(problem.code, codes::CERTIFICATE_REQUEST_FAILED);
+    assert_eq!(problem.code, problem::Code::CertificateRequestFailed);
     assert!(problem.found.contains("no answer within 2 min"), "{problem}");
     assert_eq!(fixture.authority.requests(), 1);
     fixture.authority.set(Answer::Signed);
@@ -200,7 +200,7 @@ async fn changed_roots_are_published_before_the_certificate_they_signed() {
 
 #[tokio::test(start_paused = true)]
 async fn the_error_for_a_refused_answer_says_what_was_found() {
-    const UNUSABLE: &problem::Code = codes::CERTIFICATE_ANSWER_UNUSABLE;
+    const UNUSABLE: problem::Code = problem::Code::CertificateAnswerUnusable;
     for (answer, code, expected) in [
         (Answer::Empty, UNUSABLE, "found 0 elements"),
         (Answer::LeafOnly, UNUSABLE, "found 1 elements"),
@@ -211,7 +211,7 @@ async fn the_error_for_a_refused_answer_says_what_was_found() {
         ),
         (Answer::GarbageRoots, UNUSABLE, "element 1 of the chain"),
         (Answer::ForeignKey, UNUSABLE, "does not belong to the certificate"),
-        (Answer::Expired, codes::CLOCKS_DIFFER, "already expired (valid until 2026-02-02T"),
+        (Answer::Expired, problem::Code::ClocksDiffer, "already expired (valid until 2026-02-02T"),
     ] {
         let mut fixture = start(config(), Answer::Signed);
         fixture.first().await;
@@ -238,9 +238,9 @@ async fn a_foreign_identity_and_a_different_clock_are_reported_and_not_refused()
     let other = SpiffeId::new("cluster.local", "shop", "till");
     for (identity, now, code) in [
         (&ours, clock.now(), None),
-        (&ours, behind, Some(codes::CLOCKS_DIFFER)),
-        (&ours, ahead, Some(codes::CLOCKS_DIFFER)),
-        (&other, clock.now(), Some(codes::CERTIFICATE_FOR_OTHER_IDENTITY)),
+        (&ours, behind, Some(problem::Code::ClocksDiffer)),
+        (&ours, ahead, Some(problem::Code::ClocksDiffer)),
+        (&other, clock.now(), Some(problem::Code::CertificateForOtherIdentity)),
     ] {
         let problems = certificate.problems(identity, now).into_iter();
         let found = Vec::from_iter(problems.map(|problem| problem.code));
@@ -297,7 +297,7 @@ async fn every_type_of_key_is_recognised_in_its_certificate() {
         let other = crate::ca::csr::generate(key_type, Default::default(), &config().identity)
             .expect("generates");
         let problem = Workload::new(&answer, other.key_pem).expect_err("is another key");
-        assert_eq!(problem.code, codes::CERTIFICATE_ANSWER_UNUSABLE);
+        assert_eq!(problem.code, problem::Code::CertificateAnswerUnusable);
     }
 }
 

@@ -55,7 +55,11 @@ struct Agent {
 
 fn failure(code: Code) -> SignError {
     let message = "fails".to_owned();
-    SignError { code, problem: Problem::new(codes::ISTIOD_ERROR, "istiod", "fails"), message }
+    SignError {
+        code,
+        problem: Problem::new(problem::Code::IstiodError, "istiod", "fails"),
+        message,
+    }
 }
 
 impl Ca for Agent {

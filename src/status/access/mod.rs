@@ -19,7 +19,7 @@ use tokio::time::timeout;
 
 use crate::net::netlink;
 use crate::net::unix_socket::access::with_agent_and_root;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 
 /// The source address of connections from Envoy to the pod's ports. That of IPv6, `::6`, is not local.
 const ENVOY: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 6));
@@ -99,10 +99,10 @@ impl Access {
             Ok(user) => {
                 let users: Vec<_> = users.iter().map(ToString::to_string).collect();
                 let found = format!("only users {} may send this request", users.join(", "));
-                Problem::new(codes::CALLER_REFUSED, format!("user {user}"), found)
+                Problem::new(Code::CallerRefused, format!("user {user}"), found)
                     .remedy(format!("{variable} allows others"))
             }
-            Err(error) => Problem::new(codes::CALLER_UNKNOWN, "the kernel", error)
+            Err(error) => Problem::new(Code::CallerUnknown, "the kernel", error)
                 .remedy(format!("{variable}=any allows every user")),
         };
         Err(problem.into())
@@ -111,7 +111,7 @@ impl Access {
 
 /// Refuses hosts other than `localhost` and addresses, and origins other than this port.
 fn check_names(head: &Parts) -> Result<(), Problem> {
-    let code = codes::CALLER_FOREIGN;
+    let code = Code::CallerForeign;
     let in_request_line = head.uri.authority().map(|name| name.as_str().into());
     let mut hosts = values(head, HOST).chain(in_request_line);
     if let Some(host) = hosts.find(|host| !is_local_name(host)) {

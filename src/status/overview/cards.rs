@@ -6,7 +6,7 @@ use prost_types::Timestamp;
 use serde_json::Value;
 
 use super::page::{linked, pill};
-use crate::report::Level;
+use crate::problem::Level;
 use crate::runtime::duration::rounded_seconds;
 
 /// The cards: the title, the JSON pointer of the part, the path of the same data as JSON, and the pointers of the

@@ -8,9 +8,8 @@ use serde_json::Value;
 
 use super::cards::View;
 use crate::logging::is_interpreted;
-use crate::problem::Code;
-use crate::problem::codes::TABLE;
-use crate::report::{Level, Report};
+use crate::problem::{Code, Level};
+use crate::report::Report;
 
 const OTHERS: &str = "debug/overview debug/config debug/log debug/logging debug/scope healthz/ready drain \
                       metrics/agent stats/prometheus";
@@ -98,7 +97,7 @@ pub(super) fn linked(text: &str) -> Markup {
             @if index % 2 == 1 { code { (text) } } @else {
                 @for part in text.split_inclusive(|c| !is_of_code(c)) {
                     @let word = part.trim_end_matches(|c| !is_of_code(c));
-                    @if known(word).is_some() { a href={ "?hold#" (word) } { (word) } (part[word.len()..]) }
+                    @if Code::named(word).is_some() { a href={ "?hold#" (word) } { (word) } (part[word.len()..]) }
                     @else { (part) }
                 }
             }
@@ -110,10 +109,6 @@ fn is_of_code(c: char) -> bool {
     c.is_ascii_uppercase() || c == '_'
 }
 
-fn known(name: &str) -> Option<&'static Code> {
-    TABLE.iter().find(|code| code.name == name).copied()
-}
-
 /// Renders the meanings of the codes to which a page links.
 fn meanings(page: &str, is_held: bool) -> Markup {
     let codes: BTreeSet<_> =
@@ -123,10 +118,10 @@ fn meanings(page: &str, is_held: bool) -> Markup {
             details open[is_held] {
                 summary { "Meanings of the codes" }
                 dl {
-                    @for code in codes.into_iter().filter_map(known) {
-                        dt id=(code.name) { (code.name) }
-                        dd { (code.cause) br; (code.consequence) }
-                        dd { "What to do: " (linked(code.remedy)) }
+                    @for code in codes.into_iter().filter_map(Code::named) {
+                        dt id=(code.name()) { (code.name()) }
+                        dd { (code.cause()) br; (code.consequence()) }
+                        dd { "What to do: " (linked(code.remedy())) }
                     }
                 }
             }

@@ -12,8 +12,8 @@ use crate::envoy::handle::{self, State};
 use crate::envoy::shutdown::{Plan, Shutdown, Step};
 use crate::istiod::status::{Connected, Failure, Status, Tls};
 use crate::logging::Entry;
-use crate::problem::{Problem, codes};
-use crate::report::{Check, Group, Level, PodState, Report};
+use crate::problem::{Code, Level, Problem};
+use crate::report::{Check, Group, PodState, Report};
 use crate::secrets::observe::{Certificate, Secret, Snapshot as Certificates};
 use crate::xds::observe::{
     AckSnapshot, EndSnapshot, NackSnapshot, PushSnapshot, Snapshot as Discovery, Source,
@@ -118,7 +118,7 @@ fn report(checks: Vec<Check>) -> Report {
 }
 
 fn finding(found: &str) -> Problem {
-    Problem::new(codes::AGENT_SILENT, "agent", found)
+    Problem::new(Code::AgentSilent, "agent", found)
 }
 
 fn with_type(url: &str, found: TypeSnapshot) -> Discovery {
@@ -143,7 +143,7 @@ fn hostile_page() -> String {
         dials: 0,
         last_error: Some(Failure {
             at: hostile(),
-            problem: Problem::new(codes::ISTIOD_ERROR, hostile(), hostile()),
+            problem: Problem::new(Code::IstiodError, hostile(), hostile()),
         }),
         outages: Vec::new(),
         token_expires: Some(hostile()),
@@ -157,7 +157,7 @@ fn hostile_page() -> String {
             certificates: vec![certificate(-90.0)],
         }],
         problem: Some(crate::secrets::Failure {
-            problem: Problem::new(codes::CERTIFICATE_REQUEST_FAILED, hostile(), hostile()),
+            problem: Problem::new(Code::CertificateRequestFailed, hostile(), hostile()),
             failures: 1,
             since: SystemTime::UNIX_EPOCH,
             next_attempt: SystemTime::UNIX_EPOCH,

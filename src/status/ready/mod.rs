@@ -21,7 +21,7 @@ use crate::envoy::handle::{Envoy, Report, State};
 use crate::envoy::inspect;
 use crate::istiod::Status;
 use crate::metrics::Gauge;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::after;
 use crate::runtime::lifecycle::Urgency;
 use bootstrap_file::BootstrapFile;
@@ -163,7 +163,7 @@ impl Readiness {
             return known;
         }
         let waits = inspect::warming(&envoy.admin().within(limit)).await;
-        waits.iter().find(|it| it.code != codes::ENVOY_NOT_INSPECTED).map(ToString::to_string)
+        waits.iter().find(|it| it.code != Code::EnvoyNotInspected).map(ToString::to_string)
     }
 
     /// Returns the last failure of a connection or call to istiod, if none has succeeded since and the status is
@@ -190,7 +190,7 @@ impl Readiness {
         }
         self.check_not_stopping()?;
         for rejection in self.sources.rejections.lock().values() {
-            if rejection.code == codes::SECRET_REFUSED {
+            if rejection.code == Code::SecretRefused {
                 return Err(NotReady::SecretRefused(rejection.clone()));
             }
         }

@@ -12,7 +12,7 @@ use super::*;
 use crate::dns::{self, Dns};
 use crate::envoy::admin::Admin;
 use crate::metrics::Registry;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::{CancellationToken, Stop, StopAccepting};
 use crate::status::startup::Milestones;
 use tokio::sync::watch;
@@ -139,7 +139,7 @@ async fn istiods_error_is_the_reason_for_unreadiness_until_istiod_answers() {
     let pod = Pod::with(Some(istiod.clone()), None).await;
     pod.set_response("");
     let connection = istiod.connection().await.expect("a connection");
-    let problem = Problem::new(codes::ISTIOD_ERROR, "istiod", "authentication failure");
+    let problem = Problem::new(Code::IstiodError, "istiod", "authentication failure");
     istiod.record_failure(&connection, false, &problem);
     let explained = async || pod.ready.check_and_explain().await.expect("not ready");
     let doctor = "; see `pilot-agent doctor`";
@@ -163,7 +163,7 @@ async fn a_missing_connection_explains_a_missing_name_table() {
     let (istiod, _tasks) = crate::istiod::fake::run(crate::istiod::fake::plaintext(fake.address));
     let pod = Pod::with(Some(istiod.clone()), Some(dns())).await;
     let connection = istiod.connection().await.expect("a connection");
-    let code = codes::ISTIOD_PERMISSION_DENIED;
+    let code = Code::IstiodPermissionDenied;
     let problem = Problem::new(code, "certificate request", "the authority refuses");
     istiod.record_failure(&connection, false, &problem);
     let explained = async || pod.ready.check_and_explain().await.expect("not ready");
@@ -198,9 +198,9 @@ async fn a_new_envoy_process_is_checked_again() {
 #[tokio::test]
 async fn a_pod_is_not_ready_without_a_secret_that_envoy_refused() {
     let pod = Pod::new().await;
-    let problem = Problem::new(codes::SECRET_REFUSED, "secret default", "Envoy refuses it: no");
+    let problem = Problem::new(Code::SecretRefused, "secret default", "Envoy refuses it: no");
     pod.rejections.lock().insert(7, problem.clone());
-    let kept = Problem::new(codes::SECRET_UPDATE_REFUSED, "secret ROOTCA", "Envoy refuses it");
+    let kept = Problem::new(Code::SecretUpdateRefused, "secret ROOTCA", "Envoy refuses it");
     pod.rejections.lock().insert(3, kept.clone());
     assert_eq!(pod.unreadiness().await, problem.to_string());
     pod.rejections.lock().remove(&7);

@@ -28,7 +28,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::{Caller, Router, reply};
 use crate::net::port;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::lifecycle::{CancellationToken, StopAccepting};
 
 /// The most connections. The kubelet, Prometheus and Envoy need a handful.
@@ -60,7 +60,7 @@ pub fn bind(port: u16) -> Result<std::net::TcpListener, Problem> {
     });
     listener.and_then(TcpListener::into_std).map_err(|error| {
         let found = port::holder(port).unwrap_or_else(|| error.to_string());
-        Problem::new(codes::STATUS_PORT_TAKEN, format!("status port {port}"), found)
+        Problem::new(Code::StatusPortTaken, format!("status port {port}"), found)
     })
 }
 
@@ -93,7 +93,7 @@ pub(super) async fn serve(
                 }
                 Err(error) => {
                     // Most likely the file descriptors are used up, so it closes one of its own.
-                    let code = codes::STATUS_PORT_EXHAUSTED;
+                    let code = Code::StatusPortExhausted;
                     tracing::error!("{}", Problem::new(code, "status port", error));
                     connections.close_most_idle();
                     sleep(Duration::from_millis(100)).await;

@@ -27,7 +27,7 @@ pub(crate) fn log(line: &str) -> Option<String> {
     }
     // A line of the scope `default` has its message in place of the scope.
     let scope = Some(scope).filter(|it| scope_of(it) == *it || is_place_in_envoy(it));
-    let problem = code_of(line).map(|code| format!("{} [{}]", code.cause, code.name));
+    let problem = code_of(line).map(|code| format!("{} [{}]", code.cause(), code.name()));
     let kept = [Some(time), Some(level), scope, problem.as_deref()];
     Some(Vec::from_iter(kept.into_iter().flatten()).join("\t"))
 }

@@ -1,8 +1,7 @@
 //! Leaves out of the doctor's report what other processes may have written.
 
 use super::is_name;
-use crate::problem::codes::TABLE;
-use crate::problem::sentence;
+use crate::problem::{Code, sentence};
 use crate::report::Report;
 
 /// The codes of findings that the agent composes of names, addresses, numbers, times and its own words. Others quote
@@ -40,10 +39,10 @@ pub(crate) fn reduced(mut report: Report, left_out: &mut u64) -> Report {
                 continue;
             }
             *left_out += 1;
-            let code = TABLE.iter().find(|code| code.name == check.code);
-            check.found = code.map_or("left out", |code| code.cause).to_owned();
-            check.consequence = code.map_or("", |code| code.consequence).to_owned();
-            check.remedy = code.map_or("", |code| code.remedy).to_owned();
+            let code = Code::named(&check.code);
+            check.found = code.map_or("left out", Code::cause).to_owned();
+            check.consequence = code.map_or("", Code::consequence).to_owned();
+            check.remedy = code.map_or("", Code::remedy).to_owned();
             check.expected.clear();
             check.name = Some(&check.name).filter(|it| is_name(it)).cloned().unwrap_or_default();
         }
@@ -64,7 +63,7 @@ mod tests {
     #[test]
     fn each_listed_code_exists() {
         for name in OWN.split_whitespace() {
-            assert!(TABLE.iter().any(|code| code.name == name), "{name}");
+            assert!(Code::named(name).is_some(), "{name}");
         }
     }
 }

@@ -18,7 +18,7 @@ use tokio_util::io::{InspectReader, SyncIoBridge};
 use super::Error;
 use super::error::FetchError;
 use crate::net::http_client::Body;
-use crate::problem::codes;
+use crate::problem::Code;
 use crate::runtime::lifecycle::with_causes;
 
 /// The most bytes between the network and the disk.
@@ -64,7 +64,7 @@ impl Plan {
         match sent.and(written).map_err(|error| unusable(&url, &error))? {
             Err(UnpackError::Invalid(problem)) => {
                 let found = format!("fetched Wasm binary from {url} is invalid: {problem}");
-                Err((codes::WASM_INVALID, found))
+                Err((Code::WasmInvalid, found))
             }
             unpacked => unpacked.map_err(|error| unusable(&url, &error)),
         }
@@ -157,7 +157,7 @@ impl Plan {
 /// Returns the error of a response without a complete module.
 pub(super) fn unusable(url: &str, error: &(dyn std::error::Error + 'static)) -> Error {
     let found = format!("could not fetch Wasm binary from {url}: {}", with_causes(error));
-    (codes::WASM_DOWNLOAD_FAILED, found)
+    (Code::WasmDownloadFailed, found)
 }
 
 /// Sends a body to the thread that unpacks it. Fails if it is incomplete or has more than `limit` bytes.

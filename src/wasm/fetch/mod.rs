@@ -16,7 +16,7 @@ use percent_encoding::percent_decode_str;
 
 use crate::net::address::Cidr;
 use crate::net::dial::proxy::{self, Proxies};
-use crate::problem::{Code, codes};
+use crate::problem::Code;
 use crate::runtime::lifecycle::with_causes;
 use crate::trust::trust_anchors::SystemRoots;
 use download::Plan;
@@ -55,20 +55,20 @@ pub(crate) struct Source {
 }
 
 /// The error of a fetch: a code, and a text.
-pub(crate) type Error = (&'static Code, String);
+pub(crate) type Error = (Code, String);
 
 /// Metric labels of failed fetches. Other failures are not counted.
-pub(crate) const RESULTS: [(&Code, &str); 4] = [
-    (codes::WASM_DOWNLOAD_FAILED, "download_failure"),
-    (codes::WASM_MANIFEST_FAILED, "manifest_failure"),
-    (codes::WASM_CHECKSUM, "checksum_mismatched"),
-    (codes::WASM_INVALID, "fetch_failure"),
+pub(crate) const RESULTS: [(Code, &str); 4] = [
+    (Code::WasmDownloadFailed, "download_failure"),
+    (Code::WasmManifestFailed, "manifest_failure"),
+    (Code::WasmChecksum, "checksum_mismatched"),
+    (Code::WasmInvalid, "fetch_failure"),
 ];
 
 fn no_manifest(error: FetchError) -> Error {
     let problem = with_causes(&error);
     let found = format!("could not fetch Wasm OCI image: could not fetch manifest: {problem}");
-    (codes::WASM_MANIFEST_FAILED, found)
+    (Code::WasmManifestFailed, found)
 }
 
 impl Source {
@@ -78,7 +78,7 @@ impl Source {
         let scheme = prefix.to_ascii_lowercase();
         if !["http", "https", "oci"].contains(&scheme.as_str()) {
             let found = format!("unsupported Wasm module downloading URL scheme: {scheme}");
-            return Err((codes::WASM_CONFIGURATION, found));
+            return Err((Code::WasmConfiguration, found));
         }
         let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
         let (authorization, host) = proxy::split_user(authority);
@@ -94,7 +94,7 @@ impl Source {
             Err(error) => error.to_string(),
         };
         let found = format!("fail to parse Wasm module fetch url: {scheme}://…: {problem}");
-        Err((codes::WASM_CONFIGURATION, found))
+        Err((Code::WasmConfiguration, found))
     }
 
     /// Returns host and port.

@@ -16,7 +16,7 @@ use crate::net::address::Cidr;
 use crate::net::dial::{Dialer, Filter};
 use crate::net::http_client::{self, Body, Client, Redirects};
 use crate::net::unverified_tls;
-use crate::problem::codes;
+use crate::problem::Code;
 use crate::runtime::backoff::Backoff;
 use crate::runtime::lifecycle::with_causes;
 use crate::trust::compliance::Policy;
@@ -89,7 +89,7 @@ impl Config {
             let url = source.redacted();
             let problem = with_causes(&error);
             let found = format!("wasm module download from {url} failed: {problem}");
-            (codes::WASM_DOWNLOAD_FAILED, found)
+            (Code::WasmDownloadFailed, found)
         })?;
         self.plan(source, directory).download(response.into_body()).await
     }

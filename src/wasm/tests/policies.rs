@@ -331,7 +331,7 @@ async fn a_filter_without_its_module_is_reported_until_it_has_one() {
         missing.map(|(_, problem)| problem.code).collect::<Vec<_>>()
     };
     assert_eq!(agent.convert(&missing).await, DENY);
-    assert_eq!(codes(), [codes::WASM_DOWNLOAD_FAILED]);
+    assert_eq!(codes(), [Code::WasmDownloadFailed]);
     let text = agent.wasm.missing_modules()[0].1.to_string();
     assert!(text.contains("status code 404") && !text.contains("hunter2"), "{text}");
     let other = plugin(url + "?other");
@@ -339,7 +339,7 @@ async fn a_filter_without_its_module_is_reported_until_it_has_one() {
     assert!(codes().is_empty());
     let none = Plugin { name: "none", ..plugin("ftp://host/a") };
     assert_eq!(agent.convert(&none).await, DENY);
-    assert_eq!(codes(), [codes::WASM_CONFIGURATION]);
+    assert_eq!(codes(), [Code::WasmConfiguration]);
     agent.wasm.forget(b"none");
     assert!(codes().is_empty());
     assert_eq!(agent.convert(&none).await, DENY);

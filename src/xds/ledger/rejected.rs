@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::store::{Piece, Store};
 use super::{Type, unix_rfc3339};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::xds::request::HEAD;
 use crate::xds::wire::NameDigest;
@@ -199,7 +199,7 @@ pub(crate) fn problem(type_url: &str, resources: &[StoredResource]) -> Problem {
     let (reason, current) = resources.first().map_or(("", ""), |it| (&it.reason, &it.current));
     let reason = reason.trim_end_matches([' ', '\n', ':']);
     let found = format!("{reason}; stored version current at {current}");
-    Problem::new(codes::RESOURCE_REFUSED_STORED_SERVED, subject(type_url, resources), found)
+    Problem::new(Code::ResourceRefusedStoredServed, subject(type_url, resources), found)
 }
 
 /// Names the type and the first resources.

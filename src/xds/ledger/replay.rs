@@ -14,7 +14,7 @@ use tokio::time::{Instant, timeout_at};
 use super::recorder::identity;
 use super::rejected::head_and_rest;
 use super::{EnvoyCache, OTHER_NODE, Protocol, Type};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::after;
 use crate::runtime::duration::rounded;
 use crate::xds::end::End;
@@ -70,7 +70,7 @@ impl Replay {
                 let shared = &self.cache.ledger.0;
                 shared.failures.inc();
                 shared.state.lock().view(self.cache.pid).no_longer_served = true;
-                let code = codes::KEPT_CONFIG_UNUSABLE;
+                let code = Code::KeptConfigUnusable;
                 let problem = Problem::new(code, "stored configuration", &error);
                 tracing::warn!(target: "xdsproxy", "{problem}");
                 Err(End::agent(error.to_string()))

@@ -16,7 +16,7 @@ use super::response::Received;
 use super::stream::short_type;
 use super::wire::NameDigest;
 use super::{CLUSTER, ENDPOINTS, EXTENSION, LISTENER, Protocol, ROUTES, SECRET};
-use crate::problem::{Problem, codes};
+use crate::problem::{self, Problem};
 use crate::runtime::clock::later;
 use crate::runtime::duration::scaled;
 
@@ -270,7 +270,7 @@ impl Liveness {
         let subject = "Envoy's stream to istiod";
         if self.question == Question::Unanswered {
             let found = "istiod no longer answers on it";
-            return Some(Problem::new(codes::DISCOVERY_STALLED, subject, found));
+            return Some(Problem::new(problem::Code::DiscoveryStalled, subject, found));
         }
         let late = self.awaited.iter().filter(|it| it.since.is_none());
         let names =
@@ -278,7 +278,8 @@ impl Liveness {
         let shown = names.clone().take(MAX_SHOWN).map(|(of, name)| format!("{of} {name}"));
         let shown = shown.collect::<Vec<_>>().join(", ");
         let found = format!("{} subscriptions are not answered: {shown}", names.count());
-        (!shown.is_empty()).then(|| Problem::new(codes::SUBSCRIPTION_UNANSWERED, subject, found))
+        (!shown.is_empty())
+            .then(|| Problem::new(problem::Code::SubscriptionUnanswered, subject, found))
     }
 }
 

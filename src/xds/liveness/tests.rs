@@ -36,7 +36,7 @@ impl Stream {
 
     fn new_problem(&mut self) -> Option<&'static str> {
         let news = self.liveness.news.take();
-        (news == Some(News::Problem)).then(|| self.liveness.problem().unwrap().code.name)
+        (news == Some(News::Problem)).then(|| self.liveness.problem().unwrap().code.name())
     }
 
     /// Takes the requests for istiod, in a short form.

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::OnDemandSnapshot;
 use super::{Source, beginning, cut};
 use crate::net::port;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::rfc3339;
 use crate::xds::ledger::{StoredResource, StoredSnapshot, rejected};
 use crate::xds::response::{Consumer, Received};
@@ -152,7 +152,7 @@ impl Snapshot {
                 None => format!("{name}: not asked for, because Envoy waits for its clusters"),
             }
         });
-        Some(Problem::new(codes::LISTENERS_MISSING, "discovery", states.join("; ")))
+        Some(Problem::new(Code::ListenersMissing, "discovery", states.join("; ")))
     }
 
     /// Returns the number of listeners that Envoy has. Returns None if it is not known, because Envoy has not answered or
@@ -182,10 +182,10 @@ impl Snapshot {
             let names = names.map(|names| format!(" ({names})")).unwrap_or_default();
             let found = format!("version {version} at {}{names}: {}", nack.at, nack.reason);
             let (code, subject) = match port::taken(&nack.reason) {
-                Some(port) => (codes::PORT_TAKEN, format!("port {port}")),
+                Some(port) => (Code::PortTaken, format!("port {port}")),
                 None => {
                     let name = url.rsplit(['.', '/']).next()?;
-                    (codes::RESOURCE_REFUSED, format!("NACK of {name}"))
+                    (Code::ResourceRefused, format!("NACK of {name}"))
                 }
             };
             Some(Problem::new(code, subject, port::explained(found)))

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::OnDemand;
 use super::need::{Lookup, Need};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::{after, later};
 use crate::xds::ledger::Type;
 use crate::xds::request::{Request, frame, shortened};
@@ -247,7 +247,7 @@ impl OnDemand {
         }
         let names = shortened(&String::from_utf8_lossy(&new.join(&b", "[..])));
         let found = format!("no answer for 1 s; new clusters: {names}");
-        let problem = Problem::new(codes::ON_DEMAND_CLUSTER_WARMS, "Envoy", found);
+        let problem = Problem::new(Code::OnDemandClusterWarms, "Envoy", found);
         tracing::warn!(target: "xdsproxy", id = self.id, "{problem}");
         self.observer.metrics.on_demand.timeouts.with(["clusters"]).inc();
         if new.is_empty() {

@@ -9,7 +9,7 @@ use tonic::Status;
 use super::need::Need;
 use super::routes::RouteWalker;
 use super::{OnDemand, Passing, listener};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::runtime::clock::after;
 use crate::xds::ledger::rejected::rejected;
 use crate::xds::ledger::{Field, Type};
@@ -139,7 +139,7 @@ impl OnDemand {
             return true;
         }
         let reason = shortened(reason);
-        let problem = Problem::new(codes::ON_DEMAND_LISTENER_REFUSED, "a listener", &reason);
+        let problem = Problem::new(Code::OnDemandListenerRefused, "a listener", &reason);
         tracing::error!(target: "xdsproxy", id = self.id, "{problem}");
         state.catalog.rejected_listeners = Some(reason.clone());
         self.offer_mentioned(&mut state);

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::need::Need;
 use super::{Discovery, OUTBOUND, Offer, OnDemand, is_mentioned};
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::xds::ledger::{State, Type};
 use crate::xds::wire::NameDigest;
 
@@ -103,9 +103,9 @@ impl OnDemandSnapshot {
     pub fn problems(&self) -> Vec<Problem> {
         let names = self.withdrawn_names.join(", ");
         let withdrawn = (self.held.withdrawn > 0)
-            .then(|| Problem::new(codes::ON_DEMAND_CLUSTER_WARMS, "clusters on demand", names));
+            .then(|| Problem::new(Code::OnDemandClusterWarms, "clusters on demand", names));
         let rejected = self.rejected_listeners.as_ref().map(|reason| {
-            Problem::new(codes::ON_DEMAND_LISTENER_REFUSED, "clusters on demand", reason)
+            Problem::new(Code::OnDemandListenerRefused, "clusters on demand", reason)
         });
         withdrawn.into_iter().chain(rejected).collect()
     }
@@ -223,7 +223,7 @@ mod tests {
         snapshot.withdrawn_names = vec!["outbound|80||c.d".to_owned()];
         snapshot.rejected_listeners = Some("no such filter".to_owned());
         let problems = snapshot.problems();
-        let found: Vec<_> = problems.iter().map(|it| (it.code.name, &*it.found)).collect();
+        let found: Vec<_> = problems.iter().map(|it| (it.code.name(), &*it.found)).collect();
         let warms = ("ON_DEMAND_CLUSTER_WARMS", "outbound|80||c.d");
         assert_eq!(found, [warms, ("ON_DEMAND_LISTENER_REFUSED", "no such filter")]);
     }

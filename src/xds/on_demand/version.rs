@@ -9,7 +9,7 @@ use envoy_types::pb::google::protobuf::value::Kind;
 use prost::Message;
 
 use super::OnDemand;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::xds::request::Request;
 
 /// The variable that switches the discovery of clusters on.
@@ -97,7 +97,7 @@ impl OnDemand {
                 false
             }
             Support::TooOld(_) | Support::Unknown => {
-                let problem = Problem::new(codes::ON_DEMAND_OFF, SETTING, support);
+                let problem = Problem::new(Code::OnDemandOff, SETTING, support);
                 tracing::warn!(target: "xdsproxy", id = self.id, "{problem}");
                 self.cache.lock().view(self.cache.pid()).gets_all_clusters = true;
                 true

@@ -20,7 +20,7 @@ use istio_agent::ca::Ca;
 use istio_agent::ca::csr;
 use istio_agent::ca::istio::IstioCa;
 use istio_agent::ca::key::KeyType;
-use istio_agent::problem::codes;
+use istio_agent::problem;
 use istio_agent::trust::identity::SpiffeId;
 use istio_agent::xds::Protocol;
 use local_istiod::{LocalIstiod, Options};
@@ -344,7 +344,7 @@ async fn envoys_stream_is_held_while_the_token_is_refused() {
     until("an error of istiod", || bench.istiod.status().last_error.is_some()).await;
     let problem = bench.istiod.status().last_error.unwrap().problem;
     // The code is that of an invalid token because the file holds two words.
-    assert_eq!(problem.code, codes::ISTIOD_TOKEN_INVALID);
+    assert_eq!(problem.code, problem::Code::IstiodTokenInvalid);
     assert!(problem.found.contains("Unauthenticated: authentication failure"));
     bench.write_token("default", "bench");
     let mut istiod = bench.accepted().await;

@@ -158,8 +158,10 @@ fn names_in(folder: &Path, names: &mut BTreeSet<String>) {
             let text = fs::read_to_string(&path).unwrap();
             let program = text.split("\nmod tests {").next().unwrap();
             let named = program.split("\"istio_agent_").skip(1);
+            let rests = named.map(|rest| rest.split('"').next().unwrap());
+            // The prefix alone is not a metric.
             names.extend(
-                named.map(|rest| format!("istio_agent_{}", rest.split('"').next().unwrap())),
+                rests.filter(|rest| !rest.is_empty()).map(|rest| format!("istio_agent_{rest}")),
             );
         }
     }

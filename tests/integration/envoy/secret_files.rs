@@ -337,7 +337,7 @@ async fn a_der_revocation_list_is_in_force_and_a_refused_one_reported() {
     let _envoy = BareEnvoy::serving(&binary, static_bootstrap(&socket, port)).await;
     let refused =
         eventually("a refusal", async || rejections.lock().values().next().cloned()).await;
-    let (code, subject) = (refused.code.name, refused.subject.as_str());
+    let (code, subject) = (refused.code.name(), refused.subject.as_str());
     assert_eq!((code, subject), ("SECRET_REFUSED", "secret ROOTCA"));
     // A file with the word `null` counts as no revocation list.
     std::fs::write(&crl, "null\n").unwrap();

@@ -17,7 +17,7 @@ use crate::capture::problem;
 use crate::capture::rules::Family;
 use crate::files::regular_file;
 use crate::net::netlink::nft_chains;
-use crate::problem::{Problem, codes};
+use crate::problem::{Code, Problem};
 use crate::program;
 
 /// Seconds for which a program of kind legacy waits for another one.
@@ -54,7 +54,7 @@ impl Kernel {
     }
 
     pub(super) fn read(family: Family) -> Result<Self, Problem> {
-        let failed = |error| problem(codes::CAPTURE_RULES_UNREADABLE, command(family), error);
+        let failed = |error| problem(Code::CaptureRulesUnreadable, command(family), error);
         let (number, names) = match family {
             Family::V4 => (2, "/proc/thread-self/net/ip_tables_names"),
             Family::V6 => (10, "/proc/thread-self/net/ip6_tables_names"),
@@ -90,7 +90,7 @@ fn is_not_supported(error: &io::Error) -> bool {
 pub(super) fn missing(family: Family, path: &str) -> Problem {
     let name = command(family);
     let found = format!("{name}-save and {name}-restore (nft or legacy) are not in PATH ({path})");
-    Problem::new(codes::CAPTURE_PROGRAM_MISSING, name, found)
+    Problem::new(Code::CaptureProgramMissing, name, found)
 }
 
 impl Programs {
@@ -169,7 +169,7 @@ impl Programs {
         Saved::parse(text).map_err(|line| {
             let start: String = line.chars().take(80).collect();
             let subject = format!("output of `{}-save`", self.name);
-            Problem::value(codes::CAPTURE_RULES_UNREADABLE, subject, &start, "rules")
+            Problem::value(Code::CaptureRulesUnreadable, subject, &start, "rules")
         })
     }
 }

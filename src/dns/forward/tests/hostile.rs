@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, UdpSocket};
 use super::super::message::{Query, Reply};
 use super::upstream::frame;
 use super::*;
-use crate::problem::codes;
+use crate::problem::Code;
 
 /// A change that makes a valid reply invalid.
 type Alter = fn(Vec<u8>) -> Vec<u8>;
@@ -262,7 +262,7 @@ async fn a_query_that_returns_to_the_agent_ends_the_forwarding_loop() {
     tokio::select! {
         never = &mut serving => never,
         answer = bench.forwarder.probe(server, "a.test") => {
-            assert_eq!(answer.unwrap_err().code, codes::DNS_LOOP);
+            assert_eq!(answer.unwrap_err().code, Code::DnsLoop);
         }
     }
     let asked = query_with_opt(1, "a.test", 4096, &[]);

@@ -151,7 +151,7 @@ async fn a_pair_is_served_when_it_matches_and_kept_otherwise() {
     let name = fixture.cert("cert", "key");
     let mut subscription = fixture.want(&[&name]);
     let problem = wait_for_problem(&mut subscription, &name).await;
-    assert_eq!(problem.code, codes::SECRET_FILE_MISSING);
+    assert_eq!(problem.code, Code::SecretFileMissing);
     assert_eq!(problem.subject, fixture.path("cert"));
     let ((first, first_key), (second, second_key)) = (generated(), generated());
     fixture.write("cert", &first);

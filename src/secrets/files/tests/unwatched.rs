@@ -97,7 +97,7 @@ async fn the_files_in_use_are_bounded() {
     let mut late = Subscription::new(None, &files);
     late.want(BTreeSet::from([Name::SystemRoots]));
     let problem = wait_for_problem(&mut late, &Name::SystemRoots).await;
-    assert_eq!(problem.code, codes::SECRET_FILES_TOO_MANY);
+    assert_eq!(problem.code, Code::SecretFilesTooMany);
     assert!(problem.found.contains("10000 secrets are read"), "{problem}");
 }
 
