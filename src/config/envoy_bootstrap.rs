@@ -59,8 +59,7 @@ impl Loader<'_> {
         let delta = self.get(&variables::ISTIO_DELTA_XDS) || is_waypoint;
         let metadata_discovery = node.is_true("METADATA_DISCOVERY") || is_waypoint;
         if metadata_discovery && !delta {
-            let consequence = "the metadata of peers is not discovered";
-            self.warn("ISTIO_DELTA_XDS", "false", "true", consequence);
+            self.warn("ISTIO_DELTA_XDS", "false", "true", "the peers' metadata is not discovered");
         }
         let container = self.container();
         let exit_on_zero_connections = self.get(&variables::EXIT_ON_ZERO_ACTIVE_CONNECTIONS);

@@ -141,6 +141,15 @@ impl Phase {
             _ => Some(&self.istiod_stream()?.requests),
         }
     }
+
+    /// Waits for room for a request.
+    pub(super) fn request_room(
+        &self,
+    ) -> Option<
+        impl Future<Output = Result<mpsc::OwnedPermit<Bytes>, mpsc::error::SendError<()>>> + use<>,
+    > {
+        self.request_sender().cloned().map(mpsc::Sender::reserve_owned)
+    }
 }
 
 impl IstiodStream {

@@ -34,13 +34,14 @@ use tonic::{Code, Status};
 
 use super::Protocol;
 use super::end::End;
-use super::interceptor::Interceptors;
+use super::interceptor::{Interceptors, Outcome};
 use super::ledger::EnvoyCache;
 use super::ledger::replay::Replay;
 use super::liveness::{Liveness, NEW_STREAM_INTERVAL, News};
 use super::observe::{Observer, Services, Source};
 use super::on_demand::OnDemand;
 use super::phase::{Event, IstiodStream, Phase, Requests};
+use super::response::Captured;
 use super::running_interceptors::RunningInterceptors;
 use super::stream::StreamState;
 use crate::istiod::{Connection, Istiod, MAX_SILENCE};
@@ -216,8 +217,7 @@ impl<'a> Relay<'a> {
         let mut stopped = pin!(self.config.stop.cancelled());
         let mut client_gone = pin!(self.to_client.closed());
         loop {
-            let request_sender = self.phase.request_sender().cloned();
-            let request_room = request_sender.map(mpsc::Sender::reserve_owned);
+            let request_room = self.phase.request_room();
             let wants_responses = self.state.wants_responses();
             let liveness_due = self.state.liveness_due(wants_responses);
             let last_known_good_due = self.last_known_good_due();
@@ -230,9 +230,7 @@ impl<'a> Relay<'a> {
                     self.send_next(room.map_err(|_| End::envoy_gone(None))?);
                 }
                 Some((response, outcome)) = self.interceptions.next() => {
-                    if let Some(second) = self.state.apply_outcome(&response, outcome) {
-                        self.interceptions.follow_with(response, second);
-                    }
+                    self.apply_outcome(response, outcome);
                 }
                 // Only the latest verdict is sent: one that has waited for istiod may be outdated.
                 health = next_verdict(&mut self.health), if request_room.is_some() && self.state.has_sent_own_subscriptions => {
@@ -522,6 +520,13 @@ impl<'a> Relay<'a> {
                     Err(end) => Phase::connecting(istiod.clone(), next_wait(&mut backoff, &end)),
                 };
             }
+        }
+    }
+
+    /// Applies the outcome of an interceptor, and waits for the one that may follow.
+    fn apply_outcome(&mut self, response: Captured, outcome: Outcome) {
+        if let Some(second) = self.state.apply_outcome(&response, outcome) {
+            self.interceptions.follow_with(response, second);
         }
     }
 
