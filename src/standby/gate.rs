@@ -39,10 +39,12 @@ pub async fn serve(listener: Listener, open: CancellationToken, shutdown: Cancel
     listener.serve(service, shutdown).await;
 }
 
-/// Adds the listener to the bootstrap override (JSON) of an Envoy that takes over. `socket` is the path of this server.
+/// Adds the listener, and the cluster of this server, to the bootstrap override (JSON) of an Envoy that takes over.
+/// `socket` is the path of this server.
 pub fn add_to(bootstrap: Option<&str>, socket: &Path) -> serde_json::Result<String> {
     let mut bootstrap: Map<String, Value> = serde_json::from_str(bootstrap.unwrap_or("{}"))?;
     let cluster = clusters::grpc(NAME, socket);
+    // Without a limit, because Envoy serves after it even without the extension.
     let source = json!({
         "resource_api_version": "V3",
         "initial_fetch_timeout": "0s",

@@ -149,7 +149,7 @@ impl Pair {
     }
 
     /// Takes the lock for an agent that is about to serve and run this Envoy, and records its arguments and its
-    /// environment.
+    /// environment once it has the lock.
     ///
     /// Returns None if the variable is not set, and a pair without the lock if the agent has to ask the
     /// agent that serves for a handover. Does not return if another agent serves and this container has the same build
@@ -163,6 +163,7 @@ impl Pair {
         let mut pair = Self::open(environment)?;
         pair.build = build(envoy).await;
         let is_new = pair.has_new_build()?;
+        // It is recorded before the handover, so that a build whose handover fails is not tried again.
         pair.record_build(&pair.build)?;
         pair.change(|state| {
             state.serves.clone_from(&pair.name);

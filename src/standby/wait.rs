@@ -69,7 +69,8 @@ pub async fn run(
 }
 
 /// Waits until this container has a new build, or until the agent that serves tells this one to take over. Returns the
-/// record of the agent that serves. Records the build of this container; after such a message an empty one.
+/// record of the agent that serves. Records the build of this container unless it is new, and an empty one after such a
+/// message: [`Pair::enter`] must find a new build.
 async fn wait_for_takeover(
     pair: &mut Pair,
     envoy: impl Fn(&Record) -> PathBuf,
@@ -100,6 +101,7 @@ async fn wait_for_takeover(
                 let subject = format!("container {}", pair.name);
                 tracing::warn!("{}", Problem::new(Code::StandbyUnable, subject, why));
             }
+            // A blocker may end, so the next connection checks it again.
             let limit = blocker.as_ref().map_or(Duration::MAX, |_| BLOCKED_INTERVAL);
             warned = blocker;
             Ok::<_, BoxError>(timeout(limit, channel.receive()).await??)
@@ -111,6 +113,7 @@ async fn wait_for_takeover(
                 return Ok(record);
             }
             Ok(other) => tracing::warn!("unexpected message of the agent that serves: {other:?}"),
+            // This is also the end of `limit`.
             Err(error) => tracing::debug!("no connection to the agent that serves: {error}"),
         }
         sleep(CONNECT_INTERVAL).await;

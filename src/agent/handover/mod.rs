@@ -163,14 +163,14 @@ impl Holder {
         Ok(())
     }
 
-    /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve. Fails if this agent
-    /// still has the pod, and continues to serve.
+    /// Lets the other agent start its Envoy, and passes the pod on once that Envoy is able to serve. After an error, this
+    /// agent still has the pod, and the caller continues to serve.
     async fn hand_over(&self, channel: &mut Channel) -> Result<Outcome, BoxError> {
-        // If both containers are replaced at once, the second one asks while Envoy starts in the first one. `lend` then
-        // refuses, and the build would not be tried again.
+        // If both containers are replaced at once, the second one asks while Envoy starts in the first one. Without this
+        // wait, `lend` would refuse, and the second one would not ask again, because it has recorded its build.
         let mut report = self.envoy.report();
         let _ = timeout(START_LIMIT, report.wait_for(|now| now.state > State::Starting)).await;
-        // The page is missing if an earlier successor has taken the admin port and failed.
+        // Envoy's admin port is closed if the Envoy of an earlier successor took it and failed.
         let serving = ServingResources::read(&self.envoy.admin())
             .await
             .inspect_err(|why| {
@@ -178,6 +178,7 @@ impl Holder {
             })
             .ok();
         let restart_epoch = self.envoy.report().borrow().restart_epoch();
+        // Envoy reports its number of workers, which `lend` does not know if none is configured.
         let workers = self.envoy.admin().workers(restart_epoch).await;
         let mut takeover = self.envoy.lend().await.map_err(|error| error.to_string())?;
         takeover.workers = workers.or(takeover.workers);
@@ -220,8 +221,8 @@ impl Holder {
         }
     }
 
-    /// Stops accepting, passes the sockets and the lock on, and leaves Envoy to its successor. Fails if they cannot
-    /// be passed on. Stops this agent if the other one does not confirm that it serves.
+    /// Stops accepting, passes the sockets and the lock on, and leaves Envoy to its successor. Fails only
+    /// before anything has changed. Stops this agent if the other one does not confirm that it serves.
     async fn pass_on(&self, channel: &mut Channel) -> io::Result<Outcome> {
         let mut descriptors = self.ports.duplicate().await?;
         descriptors.push(self.pair.duplicate_lock()?);
@@ -363,7 +364,7 @@ impl Successor {
         }
     }
 
-    /// Waits until Envoy is able to serve, and itself waits for nothing but the gate.
+    /// Waits until only the listener of the [`gate`] keeps Envoy from serving.
     async fn until_ready(&self, channel: &mut Channel, parent: &Parent) -> Result<(), BoxError> {
         let mut why = String::new();
         let Parent { restart_epoch, serving } = parent;

@@ -379,8 +379,8 @@ impl State {
         places.into_iter().for_each(|place| self.store.release(place));
     }
 
-    /// Builds a response with the stored versions that Envoy should get now. Also returns true if there may be others
-    /// after Envoy has answered more responses.
+    /// Builds a response with stored versions of one type, of resources that Envoy has rejected or that istiod has not sent
+    /// in time. Also returns true if there may be others after Envoy has answered more responses.
     pub(super) fn take_stored(&mut self, pid: i32) -> (Option<(Bytes, Stored)>, bool) {
         let mut may_have_more = false;
         if !self.on_nack || !self.is_on {
@@ -397,6 +397,7 @@ impl State {
                 continue;
             }
             let record = self.types.get(&type_of).cloned().unwrap_or_default();
+            // After a rejection, the stored versions were current only until then.
             let current = record.rejected.unwrap_or(self.current);
             let names = due.clone();
             match rejected::read(&mut self.store, &record.version, type_of, due, current) {

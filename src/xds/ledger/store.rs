@@ -53,7 +53,7 @@ struct Block {
     length: u32,
     /// The uncompressed bytes in use.
     used: u32,
-    /// True if the bytes in use are in the file.
+    /// True if the bytes in use are in the file, and none belongs to an unanswered response.
     is_written: bool,
 }
 
@@ -440,23 +440,27 @@ impl Store {
         places.iter().map(|place| u64::from(place.length)).sum()
     }
 
-    /// Merges a block of which less than half is in use into another one, if there are several of its type. Returns true
-    /// if there is more to merge. Blocks that are to be written to the file stay.
+    /// Moves the resources of one compressed block into the open merged block of its type, if less than half of [`BLOCK`]
+    /// is in use. A type begins this with [`MIN_MERGED`] such blocks. Returns true if there may be more. Blocks with fields
+    /// of unanswered responses stay. If the ledger has a file (`is_stored`), blocks that are not in it stay, too.
     pub(super) fn compact(&mut self, is_stored: bool) -> io::Result<bool> {
-        let mut used = BTreeMap::<BlockNumber, u32>::new();
+        let mut used_by_resources = BTreeMap::<BlockNumber, u32>::new();
         if !is_stored {
             self.release_removals();
             // Fields of unanswered responses may be in any block.
             for place in self.types.values().flat_map(|index| index.resources.values()) {
-                *used.entry(place.block).or_default() += place.length;
+                *used_by_resources.entry(place.block).or_default() += place.length;
             }
         }
         let mut sparse = BTreeMap::<Type, Vec<BlockNumber>>::new();
         for (number, block) in &self.blocks {
             let is_sparse = (block.used as usize) < BLOCK / 2;
-            let is_done =
-                if is_stored { block.is_written } else { used.get(number) == Some(&block.used) };
-            if is_done && is_sparse && matches!(block.data, Data::Compressed(_)) {
+            let can_move = if is_stored {
+                block.is_written
+            } else {
+                used_by_resources.get(number) == Some(&block.used)
+            };
+            if can_move && is_sparse && matches!(block.data, Data::Compressed(_)) {
                 sparse.entry(block.type_of).or_default().push(*number);
             }
         }
@@ -477,6 +481,7 @@ impl Store {
             let field = bytes.get(start..start + place.length as usize);
             let field = field.ok_or_else(|| io::Error::other("a block is too short"))?;
             let merged = self.types.get(&type_of).and_then(|index| index.merged);
+            // If there is a file, it has this field already.
             let place = self.append_to(merged, type_of, field, true);
             self.types.entry(type_of).or_default().merged = Some(place.block);
             self.set(type_of, name, place);

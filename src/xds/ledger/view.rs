@@ -69,6 +69,7 @@ pub(in crate::xds) struct TypeView {
     responses: u32,
     /// The resources of which this Envoy has accepted a version.
     pub(in crate::xds) accepted: HashSet<NameDigest>,
+    /// The resources of which Envoy lacks istiod's version, also those that istiod has not sent.
     pub(in crate::xds) rejected: HashMap<NameDigest, Rejection>,
     /// The resources that Envoy had when the stream began, and that are not stored.
     pub(super) lacking: HashSet<NameDigest>,
@@ -294,6 +295,7 @@ impl TypeView {
         let Some(first) = self.unanswered.front_mut() else {
             return (None, Vec::new());
         };
+        // Merged responses have lost their nonces. Envoy answers in order, so this answers the oldest one.
         if first.older > 0 {
             // A field of a rejected response must not count as accepted with a later response.
             let oldest = first.number.wrapping_sub(first.older as u32);
@@ -304,7 +306,7 @@ impl TypeView {
         let Some(index) = self.unanswered.iter().position(|it| it.nonce == nonce) else {
             return (None, Vec::new());
         };
-        // Envoy answers in order, so that there are no earlier ones.
+        // Envoy answers in order: the answer to a response counts for earlier ones, whose answers were not seen.
         let mut answered = self.unanswered.drain(..=index);
         let mut response = answered.next().unwrap_or_default();
         let mut unused = Vec::new();
@@ -345,7 +347,7 @@ impl TypeView {
         }
     }
 
-    /// Counts a resource of which Envoy gets the stored version as one that it lacks.
+    /// Counts a resource for which a stored version was looked for as one that Envoy lacks.
     pub(super) fn note_missing(&mut self, name: NameDigest, reason: Arc<str>) {
         self.rejected.entry(name).or_insert(Rejection { reason, is_handled: true });
     }

@@ -120,7 +120,7 @@ impl Liveness {
         self.awaited.iter().any(|it| !it.is_whole)
     }
 
-    /// Takes a frame that is sent to istiod.
+    /// Takes a frame that is sent to istiod, and awaits an answer for the names in it.
     pub(super) fn note_request(&mut self, frame: &Bytes) {
         let Ok(request) = Request::decode(Protocol::Delta, frame.clone()) else { return };
         let Some(type_url) = TYPES.into_iter().find(|url| *url == request.type_url) else { return };
@@ -129,15 +129,16 @@ impl Liveness {
         self.end(type_url, &ended, None);
         let initial = it.initial_names();
         let mut names = it.names;
-        let is_wildcard = [CLUSTER, LISTENER].contains(&type_url);
-        if is_wildcard && names.is_empty() && ended.is_empty() && request.nonce.is_empty() {
+        // istiod sends all clusters and listeners, so that only the wildcard is awaited.
+        let has_wildcard = [CLUSTER, LISTENER].contains(&type_url);
+        if has_wildcard && names.is_empty() && ended.is_empty() && request.nonce.is_empty() {
             names.push(Bytes::from_static(b"*"));
         }
-        names.retain(|name| !is_wildcard || **name == *b"*");
+        names.retain(|name| !has_wildcard || **name == *b"*");
         let text = |name: &Bytes| String::from_utf8_lossy(name).into_owned();
         let names = names.iter().map(|name| (NameDigest::of(name), text(name)));
         let (known, new) = names.partition(|(name, _)| initial.contains(name));
-        for (names, is_whole) in [(known, true), (new, is_wildcard)] {
+        for (names, is_whole) in [(known, true), (new, has_wildcard)] {
             let names: HashMap<_, _> = names;
             if !names.is_empty() && self.awaited.len() < MAX_REQUESTS {
                 let since = Some(Instant::now());
@@ -173,7 +174,7 @@ impl Liveness {
     }
 
     /// Returns when [`Liveness::check`] is due. Time in which the agent does not read, because Envoy or an interceptor is
-    /// slow, does not count.
+    /// slow, does not count: the time of an open question moves on.
     pub(super) fn due(&mut self, reads: bool) -> Option<Instant> {
         if !reads {
             if self.question == Question::Pending {
@@ -192,7 +193,7 @@ impl Liveness {
             }
             Question::Unanswered => Some(quiet),
             Question::None => match self.awaited.iter().find_map(|it| it.since) {
-                // Names that come one after another do not make as many questions.
+                // Names that come one after another cause at most one question in [`UNANSWERED`].
                 Some(since) => Some(quiet.min(later(since.max(self.asked), UNANSWERED))),
                 None => Some(quiet),
             },
@@ -218,8 +219,9 @@ impl Liveness {
         }
     }
 
-    /// Takes istiod's answer. Renews the subscriptions that istiod got before and has not answered. Those that were renewed
-    /// before are a problem.
+    /// Takes istiod's answer. Renews the subscriptions that istiod got at least [`UNANSWERED`] before the question and has
+    /// not answered; they are awaited again when they are sent. Names that were late before are not renewed: they are a
+    /// problem.
     pub(super) fn note_answer(&mut self, history: &mut History) {
         self.has_answered = true;
         self.news.get_or_insert(News::Change);
@@ -242,7 +244,7 @@ impl Liveness {
                 *count == 1
             });
             let renewed: Vec<_> = renewed.map(|(_, name)| name).collect();
-            // istiod does not answer for a name that it has already, unless it is the wildcard.
+            // istiod ignores a subscription that it has already, except the wildcard, so it is ended first.
             if renewed != ["*"] && !renewed.is_empty() {
                 self.requests.push(encode_subscription(it.type_url, renewed.clone(), true));
             }

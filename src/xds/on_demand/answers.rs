@@ -222,21 +222,23 @@ impl OnDemand {
             .copied()
             .collect();
         let cache = self.cache.clone();
-        let sent = self.give_endpoints(&mut cache.lock(), &names).unwrap_or_default();
+        let nonce = self.give_endpoints(&mut cache.lock(), &names).unwrap_or_default();
         for answer in self.answers.iter_mut().filter(|it| it.kind == Kind::Clusters) {
-            answer.kind = Kind::Late(sent.clone());
+            answer.kind = Kind::Late(nonce.clone());
         }
-        if sent.is_empty() {
-            self.withdraw(&sent);
+        if nonce.is_empty() {
+            self.withdraw(&nonce);
         }
     }
 
-    /// Takes the nonce of endpoints that Envoy has answered. Withdraws the new clusters that it has not answered before.
+    /// Withdraws the new clusters that warm: Envoy has answered the endpoints with this nonce, which were sent after the
+    /// clusters, and not the clusters. The nonce is empty if there were no endpoints to send. Envoy asks for no cluster
+    /// while one warms.
     pub(super) fn withdraw(&mut self, nonce: &str) {
         let mut new = Vec::new();
         let mut is_stuck = false;
         for answer in &mut self.answers {
-            if matches!(&answer.kind, Kind::Late(sent) if sent == nonce) {
+            if matches!(&answer.kind, Kind::Late(endpoints) if endpoints == nonce) {
                 answer.kind = Kind::Withdrawn;
                 new.extend_from_slice(&answer.new);
                 is_stuck = true;
@@ -245,11 +247,15 @@ impl OnDemand {
         if !is_stuck {
             return;
         }
-        let names = shortened(&String::from_utf8_lossy(&new.join(&b", "[..])));
-        let found = format!("no answer for 1 s; new clusters: {names}");
+        let mut found = "no answer for 1 s".to_owned();
+        if !new.is_empty() {
+            found += "; new clusters: ";
+            found += &shortened(&String::from_utf8_lossy(&new.join(&b", "[..])));
+        }
         let problem = Problem::new(Code::OnDemandClusterWarms, "Envoy", found);
         tracing::warn!(target: "xdsproxy", id = self.id, "{problem}");
         self.observer.metrics.on_demand.timeouts.with(["clusters"]).inc();
+        // Only changed clusters warm: Envoy uses their former versions.
         if new.is_empty() {
             return;
         }

@@ -444,7 +444,7 @@ impl OnDemand {
         let view = state.view(cache.pid());
         let is_new = !view.is_live;
         view.note_response();
-        let is_newest = is_new || state.is_newest(cache.pid());
+        let may_store = is_new || state.is_newest(cache.pid());
         let mut wanted = Vec::new();
         for cluster in clusters {
             self.absent.remove(&cluster.digest);
@@ -460,7 +460,7 @@ impl OnDemand {
             });
             if self.is_wanted(&state, &cluster) {
                 wanted.push(cluster);
-            } else if is_newest {
+            } else if may_store {
                 store(&mut state, &cluster);
             }
         }
@@ -470,7 +470,7 @@ impl OnDemand {
             self.held.remove(&digest);
             if self.sent.remove(&digest) {
                 gone.push(name.clone());
-            } else if is_newest {
+            } else if may_store {
                 remove(&mut state, &name);
             }
             if let Some(name) = self.asked.get(&digest) {
@@ -479,7 +479,7 @@ impl OnDemand {
         }
         if is_first {
             for name in std::mem::take(&mut self.expected).values() {
-                if is_newest {
+                if may_store {
                     remove(&mut state, name);
                 }
             }
@@ -489,7 +489,7 @@ impl OnDemand {
             let unknown = unknown.filter(|(name, _)| wanted.iter().all(|it| it.digest != **name));
             self.absent.extend(unknown.map(|(digest, name)| (*digest, name.clone())));
         }
-        let ready = self.hold_back(&mut state, wanted, is_newest);
+        let ready = self.hold_back(&mut state, wanted, may_store);
         if is_first || !ready.is_empty() || !gone.is_empty() {
             self.send(&mut state, &received.version, Some(received.nonce.clone()), ready, gone);
         } else {
@@ -513,12 +513,13 @@ impl OnDemand {
             || is_needed(state, cluster)
     }
 
-    /// Returns the clusters that do not warm in Envoy, and holds the others, whose newest versions are stored.
+    /// Returns the clusters that do not warm in Envoy. Holds the others, subscribes to what they wait for, and stores them
+    /// if `may_store`.
     fn hold_back(
         &mut self,
         state: &mut State,
         clusters: Vec<Offer>,
-        is_newest: bool,
+        may_store: bool,
     ) -> Vec<Offer> {
         let mut ready = Vec::new();
         let mut missing = Missing::new();
@@ -530,7 +531,7 @@ impl OnDemand {
                 }
                 Some(need) => {
                     self.held.insert(cluster.digest, need);
-                    if is_newest {
+                    if may_store {
                         store(state, &cluster);
                     }
                 }

@@ -99,7 +99,9 @@ impl OnDemand {
         }
     }
 
-    /// Returns what a cluster waits for. Before Envoy is ready, no request waits for clusters, and none is held.
+    /// Returns the first thing that a cluster waits for; it is called again when that has come. Adds to `missing` what the
+    /// agent must subscribe to, and starts lookups. Before Envoy is ready, no cluster is held, because no request waits
+    /// for one.
     pub(super) fn need(
         &mut self,
         state: &mut State,

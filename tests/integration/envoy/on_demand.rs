@@ -118,7 +118,11 @@ impl Mesh {
             let begin = Instant::now();
             match self.services.iter().position(|it| it == service).unwrap().checked_sub(http) {
                 None => assert_eq!(self.get(service).await, Some(200), "{service}"),
-                Some(listener) => assert!(get(self.tcp[listener]).await.is_ok(), "{service}"),
+                Some(listener) => {
+                    get(self.tcp[listener]).await.unwrap_or_else(|error| {
+                        panic!("{service}, after {:?}: {error}", begin.elapsed())
+                    });
+                }
             }
             longest = longest.max(begin.elapsed());
         }
