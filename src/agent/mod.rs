@@ -161,10 +161,11 @@ impl Agent {
         let serves_workload = detected.serves_workload;
         let version = config.bootstrap.node.metadata.get("ISTIO_VERSION").and_then(Value::as_str);
         let istio_version = version.unwrap_or_default().to_owned();
-        let mut inputs = None;
-        if config.envoy.is_some() {
-            inputs = Some(Arc::new(Inputs::new(config.clone(), settings.load, detected)));
-        }
+        let inputs = if config.envoy.is_some() {
+            Some(Arc::new(Inputs::new(config.clone(), settings.load, detected)))
+        } else {
+            None
+        };
         let mut agent = Self {
             inputs,
             config,

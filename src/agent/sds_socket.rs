@@ -38,9 +38,11 @@ impl Detected {
         }
         Ok(unix_socket::bind(&config.bootstrap.files_socket)
             .inspect_err(|error| {
-                let subject = "socket for secrets from files";
-                let problem = Problem::new(Code::SdsSocketUnusable, subject, &error.found);
-                tracing::warn!("{problem}");
+                let code = Code::SdsSocketUnusable;
+                tracing::warn!(
+                    "{}",
+                    Problem::new(code, "socket for secrets from files", &error.found)
+                );
                 self.metadata.retain(|name| *name != FILES);
             })
             .ok())

@@ -16,6 +16,7 @@ use crate::net::port;
 use crate::net::unix_socket;
 use crate::problem::{Code, Level, Problem};
 use crate::report::Check;
+use crate::standby::Pair;
 use crate::xds::observe::Snapshot;
 
 const ADMIN: &str = "admin port";
@@ -147,16 +148,13 @@ fn drained(counters: &str, state: &str, report: &Report) -> Option<Problem> {
 fn taken_by_successor(running: &Running) -> Option<Check> {
     let last = running.envoy.as_ref()?.snapshot().last_restart;
     let last = last.filter(|it| (it.method, it.outcome) == (Some(Method::Hot), Outcome::Failed));
-    let taken = running.pair.as_ref().and_then(|pair| pair.why_admin_is_closed());
-    match (taken, last.and_then(|restart| restart.problem)) {
-        // Another check reports why.
-        (Some(why), _) => Some(Check::skipped(ADMIN, why)),
-        (None, Some(why)) => {
-            let problem = Problem::new(Code::HotRestartFailed, ADMIN, format!("closed: {why}"));
-            Some(Check::with_level(Level::Warning, &problem))
-        }
-        (None, None) => None,
+    if let Some(why) = running.pair.as_ref().and_then(Pair::why_admin_is_closed) {
+        // Another check reports the failed handover.
+        return Some(Check::skipped(ADMIN, why));
     }
+    let found = format!("closed: {}", last?.problem?);
+    let problem = Problem::new(Code::HotRestartFailed, ADMIN, found);
+    Some(Check::with_level(Level::Warning, &problem))
 }
 
 fn process(report: &Report) -> Vec<Check> {

@@ -92,8 +92,10 @@ fn merge_without_flags(
         Ok(text) => merged.merge_mesh(&origin, &text),
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => {
-            let problem = Problem::new(Code::FileUnreadable, origin, error);
-            merged.notes.add(problem.consequence(Code::FileMissing.consequence()));
+            merged.notes.add(
+                Problem::new(Code::FileUnreadable, origin, error)
+                    .consequence(Code::FileMissing.consequence()),
+            );
         }
     }
     let variable = &environment::PROXY_CONFIG;
